@@ -16,6 +16,7 @@ from hashlib import blake2b
 
 PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
 STATES = ("running", "runnable", "transfer", "wait", "blocked")
+COMPUTE_PHASES = ("forward", "backward", "optimizer")
 RUNNING, RUNNABLE, TRANSFER, WAIT, BLOCKED = range(5)
 
 # Members of these leave together, so the shortest duration among the members is pure transfer.
@@ -31,13 +32,16 @@ Interval = tuple[int, int]
 
 @dataclass(slots=True)
 class Segment:
-    """One uninterrupted stretch of one phase, as the kernel accounted it for the training thread (nanoseconds)."""
+    """One uninterrupted stretch of one phase, as the kernel accounted it for the training thread (nanoseconds).
+
+    On a GPU the timeline is the compute stream's and nobody accounts for it: `cpu_ns` is None there.
+    """
 
     phase: int  # index into PHASES
     start_ns: int
     end_ns: int
-    cpu_ns: int  # on a core
-    run_delay_ns: int  # ready to run, but no core was free
+    cpu_ns: int | None  # on a core
+    run_delay_ns: int = 0  # ready to run, but no core was free
 
 
 @dataclass(slots=True)
@@ -251,13 +255,16 @@ def account(
     clamped_ns = unlocated_ns = exposed_ns = exposed_transfer_ns = 0
     for segment in segments:
         wall_ns = segment.end_ns - segment.start_ns
-        running_ns = min(segment.cpu_ns, wall_ns)
-        runnable_ns = min(segment.run_delay_ns, wall_ns - running_ns)
-        blocked_ns = wall_ns - running_ns - runnable_ns
-        clamped_ns += segment.cpu_ns - running_ns + segment.run_delay_ns - runnable_ns
-
         here = clip(located, segment.start_ns, segment.end_ns)
         located_ns = length(here)
+        cpu_ns = segment.cpu_ns
+        if cpu_ns is None:  # a compute stream: busy unless it waited for a collective, idle where it computes nothing
+            cpu_ns = wall_ns - located_ns if PHASES[segment.phase] in COMPUTE_PHASES else 0
+        running_ns = min(cpu_ns, wall_ns)
+        runnable_ns = min(segment.run_delay_ns, wall_ns - running_ns)
+        blocked_ns = wall_ns - running_ns - runnable_ns
+        clamped_ns += cpu_ns - running_ns + segment.run_delay_ns - runnable_ns
+
         transfer_ns = length(intersection(here, windows))
         wait_ns = located_ns - transfer_ns
         if located_ns:
@@ -275,6 +282,7 @@ def account(
         row[WAIT] += wait_ns
         row[BLOCKED] += blocked_ns - transfer_ns - wait_ns
 
+    issued = [span for span in spans if step is None or span.step == step]
     in_flight_ns = length(clip(union(_flight(span) for span in matched), start_ns, end_ns))
     return StepLedger(
         start_ns=start_ns,
@@ -284,8 +292,8 @@ def account(
         hidden_transfer_ns=max(0, length(clip(windows, start_ns, end_ns)) - exposed_transfer_ns),
         clamped_ns=clamped_ns,
         unlocated_ns=unlocated_ns,
-        unmatched=sum(span.transfer_ns is None for span in spans),
-        uses=_uses(span for span in spans if step is None or span.step == step),
+        unmatched=sum(span.transfer_ns is None for span in issued),
+        uses=_uses(issued),
     )
 
 

@@ -1,0 +1,80 @@
+"""Small messages between all ranks, on a gloo group of their own: never on the groups that train."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+
+_POLL = timedelta(seconds=0.5)
+
+
+class PeerTimeout(RuntimeError):
+    """The other ranks did not answer in time."""
+
+
+class Channel:
+    """Collective calls: every rank makes the same ones in the same order, from one thread at a time.
+
+    Without a process group (one process) every call answers from this rank alone. A call that waits longer than
+    `timeout_s` raises PeerTimeout; `give_up` is asked twice a second whether to stop waiting sooner.
+    """
+
+    def __init__(self, timeout_s: float = 1800.0):
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.size = dist.get_world_size() if self.distributed else 1
+        self.timeout_s = timeout_s
+        self.give_up: Callable[[], bool] = lambda: False
+        # The side group shares nothing with the training groups: it has its own sockets and worker threads.
+        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    def wait(self, work: Any) -> None:
+        """Waits for a collective in short turns, so that a rank whose peers are gone can leave."""
+        started = time.monotonic()
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise
+                if self.give_up() or time.monotonic() - started > self.timeout_s:
+                    raise PeerTimeout(f"no answer from the other ranks in {time.monotonic() - started:.0f} s") from None
+
+    def reduce_min(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+        """The element-wise minimum over the members of `group` (default: all ranks), in place."""
+        if self.size > 1:
+            self.wait(dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group or self.group, async_op=True))
+        return tensor
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank; on ranks other than 0 an empty list."""
+        if self.size == 1:
+            return [blob]
+        sizes = self._sizes(len(blob))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+        self.wait(dist.gather(padded, parts, dst=0, group=self.group, async_op=True))
+        return [part[:size].numpy().tobytes() for part, size in zip(parts or [], sizes, strict=False)]
+
+    def all_gather(self, message: Any) -> list[Any]:
+        """Everybody's message (anything that JSON can hold), by rank, on every rank."""
+        blob = orjson.dumps(message)
+        if self.size == 1:
+            return [orjson.loads(blob)]
+        sizes = self._sizes(len(blob))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
+        return [orjson.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _sizes(self, size: int) -> list[int]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.wait(dist.all_gather(sizes, torch.tensor([size]), group=self.group, async_op=True))
+        return [int(each) for each in sizes]

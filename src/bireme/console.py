@@ -1,0 +1,158 @@
+"""What the user sees while ranks run: one log file a rank, one console, every warning once."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from bireme.world import name_ranks
+
+
+class RankLog(logging.Handler):
+    """The logging of one rank's process, from start to end of a run.
+
+    Rank 0 shows information on the console; warnings of every rank travel to rank 0 (`take_warnings`), which shows
+    each once with the ranks it came from. Everything goes to the rank's log file once the run directory exists; what
+    was logged before is written first. Ranks other than 0 send standard error there too, where C++ writes.
+    """
+
+    def __init__(self, rank: int, console: Console):
+        super().__init__(logging.INFO)
+        self._rank = rank
+        self._console = console
+        self._early: list[logging.LogRecord] | None = []
+        self._warnings: list[str] = []
+        self._said: set[str] = set()
+        self._lock_warnings = threading.Lock()
+        self._file: logging.FileHandler | None = None
+        self._stderr = -1
+        logging.captureWarnings(True)
+        self._loggers = [logging.getLogger("bireme"), logging.getLogger("py.warnings")]
+        for logger in self._loggers:
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._file is not None:
+            self._file.handle(record)
+        elif self._early is not None:
+            self._early.append(record)
+        if record.levelno >= logging.WARNING:
+            message = " ".join(record.getMessage().split())
+            with self._lock_warnings:
+                if message not in self._said:
+                    self._said.add(message)
+                    self._warnings.append(message)
+        elif self._rank == 0:
+            self._console.print(Text(record.getMessage()))
+
+    def take_warnings(self) -> list[str]:
+        """Warnings of this rank that rank 0 has not been told."""
+        with self._lock_warnings:
+            warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def show_warning(self, message: str, ranks: list[int], world_size: int) -> None:
+        where = "" if world_size == 1 else f" ({name_ranks(ranks)})"
+        self._console.print(Text(f"warning{where}: {message}", style="yellow"))
+
+    def open(self, run_directory: Path) -> None:
+        """Begins the rank's log file. A node without a shared file system gets a directory of its own."""
+        path = run_directory / "logs" / f"rank-{self._rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        for record in self._early or []:
+            self._file.handle(record)
+        self._early = None
+        if self._rank != 0:
+            sys.stderr.flush()
+            self._stderr = os.dup(2)
+            os.dup2(self._file.stream.fileno(), 2)
+
+    def close(self) -> None:
+        """Gives standard error back; warnings that never reached rank 0's console are shown there."""
+        for logger in self._loggers:
+            logger.removeHandler(self)
+        logging.captureWarnings(False)
+        if self._stderr >= 0:
+            sys.stderr.flush()
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+            self._stderr = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._rank == 0:
+            for message in self.take_warnings():
+                self._console.print(Text(f"warning: {message}", style="yellow"))
+        super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StepPrinter:
+    """One line a step on rank 0, and on a terminal a progress bar below the lines."""
+
+    def __init__(self, console: Console, steps: int, mfu_of: Callable[[float], float | None]):
+        self._console = console
+        self._steps = steps
+        self._mfu_of = mfu_of
+        self._recent_s: list[float] = []
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[state]}"))
+            self._progress = Progress(*columns, console=console, transient=True)
+            self._task = self._progress.add_task("", total=steps, state="")
+            self._progress.start()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Prints one step record (docs/run-directory.md)."""
+        walls_ns = [end - start for start, end in zip(line["start_ns"], line["end_ns"], strict=True)]
+        exposed = [sum(cells[2::5]) + sum(cells[3::5]) for cells in line["cells_ns"]]
+        step_s = max(walls_ns) * 1e-9
+        self._recent_s = [*self._recent_s[-19:], step_s]
+        left_s = (self._steps - line["step"]) * sorted(self._recent_s)[len(self._recent_s) // 2]
+        tokens_per_s = line["tokens"] / step_s
+        mfu = self._mfu_of(tokens_per_s)
+        loss = "n/a" if line["loss"] is None else f"{line['loss']:.4f}"
+        share = sum(e / w for e, w in zip(exposed, walls_ns, strict=True)) / len(walls_ns)
+        parts = [
+            f"step {line['step']:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {loss}",
+            f"{step_s * 1e3:.0f} ms",
+            f"{tokens_per_s:,.0f} tokens/s (global)",
+            f"communication {share:.0%}" if len(walls_ns) > 1 else "",
+            f"MFU {mfu:.1%}" if mfu is not None else "MFU n/a",
+            f"ETA {_duration(left_s)}",
+        ]
+        if line.get("evaluation_loss") is not None:
+            parts.append(f"evaluation loss {line['evaluation_loss']:.4f}")
+        text = "  ".join(part for part in parts if part)
+        self._console.print(Text(text), soft_wrap=True)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=line["step"], state=f"loss {loss}  ETA {_duration(left_s)}")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _duration(seconds: float) -> str:
+    return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))

@@ -1,0 +1,225 @@
+"""Sees every collective of the observed process groups: when it was issued, when it finished, who waited for it.
+
+One pre hook and one post hook on each group (torch 2.14) see eager, asynchronous and functional collectives, DDP's
+reducer, FSDP2 and DTensor. `Work.wait` is replaced while observing: it shows every wait made from Python, and the
+finish of works that have no future (reduce-scatter, send and receive on gloo).
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
+
+_HOOK_ID = 0x62697265  # "bire": hook ids are ints, and the user may have hooks of their own
+
+OPERATIONS = {
+    "SEND": "send",
+    "RECV": "receive",
+    "BROADCAST": "broadcast",
+    "ALLREDUCE": "all_reduce",
+    "REDUCE": "reduce",
+    "ALLGATHER": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "ALLTOALL": "all_to_all",
+    "BARRIER": "barrier",
+    "GATHER": "gather",
+    "SCATTER": "scatter",
+}
+
+
+def hooks_missing() -> str | None:
+    """Why collectives cannot be seen, or None."""
+    if not hasattr(dist.ProcessGroup, "register_pre_hook"):
+        return "this PyTorch has no process-group hooks (they came with 2.14): transfer and wait cannot be told apart"
+    return None
+
+
+def process_groups() -> list[Any]:
+    """The distinct process groups that this rank is a member of, in the order they were made.
+
+    A one-dimensional mesh's group *is* the world group: hooks registered twice would count everything twice.
+    """
+    from torch.distributed import distributed_c10d
+
+    return list(dict.fromkeys(distributed_c10d._world.pg_map))
+
+
+class CollectiveObserver:
+    """Collects a Span for each collective issued on `groups` ({index in the run's table: group}).
+
+    Hook bodies never raise into the user's loop: the first error is kept in `failure` and observing goes quiet.
+    The training thread is the one that makes the observer; the monitor renews `step`.
+    """
+
+    def __init__(self, groups: dict[int, Any]):
+        self.step = 1
+        self.overhead_ns = 0  # spent in hook bodies on the training thread since the last `take`
+        self.failure: str | None = None
+        self._issued: list[Span] = []
+        self._waited_for: dict[int, tuple[Any, Span]] = {}  # id(work): the work is kept alive, its id cannot recur
+        self.thread = threading.get_ident()
+        self._groups = groups
+        self._hook_code = [self._register(index, group) for index, group in groups.items()]
+        _observe_waits(self)
+
+    def take(self) -> list[Span]:
+        """The spans issued since the last call."""
+        issued, self._issued = self._issued, []
+        return issued
+
+    def forget(self, span: Span) -> None:
+        """Stops waiting for a work whose finish was not seen."""
+        for key, (_, waited_for) in list(self._waited_for.items()):
+            if waited_for is span:
+                self._waited_for.pop(key, None)
+
+    def close(self) -> None:
+        _stop_observing_waits(self)
+        for group in self._groups.values():
+            # Fails when the group was destroyed first: then its hooks went with it.
+            self._guarded(lambda group=group: group.unregister_pre_hook(_HOOK_ID))
+            self._guarded(lambda group=group: group.unregister_post_hook(_HOOK_ID))
+        self._waited_for.clear()
+
+    @staticmethod
+    def _guarded(action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception:  # observing has ended: there is nobody left to tell
+            return
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _register(self, index: int, group: Any) -> None:
+        open_spans: dict[int, Span] = {}
+        sequence = 0
+        now_ns = time.perf_counter_ns
+
+        def before(args: Any) -> None:
+            nonlocal sequence
+            entered_ns = now_ns()
+            try:
+                operation = OPERATIONS.get(args.name.name)
+                if operation is None:
+                    return
+                inputs, outputs = args.input_tensors, args.output_tensors
+                in_bytes = sum(tensor.nbytes for tensor in inputs)
+                out_bytes = sum(tensor.nbytes for tensor in outputs)
+                span = Span(index, -1, operation, max(in_bytes, out_bytes), entered_ns)
+                span.side = args.root
+                span.step = self.step
+                span.origin = _origin()
+                if operation != "send" and operation != "receive":
+                    span.sequence = sequence
+                    sequence += 1
+                open_spans[args.op_id] = span
+                self._issued.append(span)
+            except Exception as error:
+                self._fail(error)
+            self.overhead_ns += now_ns() - entered_ns
+
+        def after(args: Any) -> None:
+            entered_ns = now_ns()
+            try:
+                span = open_spans.pop(args.op_id, None)
+                work = args.work
+                if span is None or work is None:
+                    return
+                if span.origin != REDUCER:
+                    self._waited_for[id(work)] = (work, span)
+                if args.async_op:
+                    self._follow(work, span)
+            except Exception as error:
+                self._fail(error)
+            self.overhead_ns += now_ns() - entered_ns
+
+        group.register_pre_hook(_HOOK_ID, before)
+        group.register_post_hook(_HOOK_ID, after)
+
+    def _follow(self, work: Any, span: Span) -> None:
+        """Notes the finish when the work's future is done: on one of gloo's threads, as soon as it gets the GIL."""
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            return  # reduce-scatter, send, receive: the caller's own wait shows the finish
+        key = id(work)
+
+        def finished(_: Any) -> None:
+            if span.finish_ns is None:
+                span.finish_ns = time.perf_counter_ns()
+            self._waited_for.pop(key, None)
+
+        future.add_done_callback(finished)
+
+    def waited(self, work: Any, start_ns: int, end_ns: int) -> None:
+        """The training thread waited for `work` in Python."""
+        known = self._waited_for.pop(id(work), None)
+        if known is None:
+            return
+        span = known[1]
+        span.waits.append((start_ns, end_ns))
+        # The future's callback may come later than the waiting thread: the earlier of the two is the finish.
+        if span.finish_ns is None or end_ns < span.finish_ns:
+            span.finish_ns = end_ns
+
+
+def _origin() -> str:
+    """Who issued the collective that the hook two frames up is called for.
+
+    The hook is called from C++, so the frame below it is the Python code that entered C++: torch.distributed's own
+    functions wait in Python; autograd's engine means DDP's reducer; anything else (functional collectives, compiled
+    code) waits in C++ right away.
+    """
+    try:
+        code = sys._getframe(2).f_code
+    except ValueError:  # no Python below: autograd's own thread, on a GPU
+        return REDUCER
+    if code.co_name == "_engine_run_backward":
+        return REDUCER
+    if code.co_filename.endswith("distributed_c10d.py"):
+        return EAGER
+    return IN_PLACE
+
+
+# --- Work.wait ---------------------------------------------------------------------------------------------------
+
+_observers: list[CollectiveObserver] = []
+_original_wait: Any = None  # what `Work.wait` was; None while it is not replaced
+
+
+def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+    thread = threading.get_ident()
+    start_ns = time.perf_counter_ns()
+    try:
+        return _original_wait(work, *args, **kwargs)
+    finally:
+        end_ns = time.perf_counter_ns()
+        for observer in _observers:
+            if observer.thread == thread:
+                observer.waited(work, start_ns, end_ns)
+
+
+def _observe_waits(observer: CollectiveObserver) -> None:
+    global _original_wait
+    if _original_wait is None:
+        _original_wait = Work.wait
+        Work.wait = _observed_wait  # type: ignore[method-assign]
+    _observers.append(observer)
+
+
+def _stop_observing_waits(observer: CollectiveObserver) -> None:
+    global _original_wait
+    if observer in _observers:
+        _observers.remove(observer)
+    # Where somebody has wrapped our wrapper meanwhile it has to stay: it passes every call through.
+    if not _observers and Work.wait is _observed_wait:
+        Work.wait = _original_wait  # type: ignore[method-assign]
+        _original_wait = None

@@ -1,0 +1,339 @@
+"""Works out the ledgers off the training path: every few steps a background thread learns from the other ranks how
+long each collective took them, divides the step, and hands everything to rank 0."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from bireme import ledger
+from bireme.channel import Channel, PeerTimeout
+from bireme.ledger import LEAVE_TOGETHER, PHASES, Span
+from bireme.observe.host import HostClock
+from bireme.observe.phases import Observation
+
+log = logging.getLogger(__name__)
+
+_UNKNOWN = torch.iinfo(torch.int64).max
+_LATE_FINISH_S = 2.0  # how long to wait for the finish of a collective after its step has ended
+_MEANWHILE_S = 2.0  # steps are handed over at least this often, so that a reader is never far behind
+NOTABLE_PAUSE_NS = 1_000_000
+
+
+class Exchange(threading.Thread):
+    """The background half of the monitor on each rank.
+
+    `groups` is the run's table of observed groups, the same on every rank: for each its member ranks, and the gloo
+    side group that stands for it (None where this rank is not a member, or is the only one). `deliver(lines, events)`
+    is called on rank 0 with complete step records. An error ends the exchange, never the training: it is kept in
+    `failure` and logged once.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        groups: list[tuple[list[int], Any]],
+        every: int,
+        resolve: Callable[[Observation], tuple[int, int, list[ledger.Segment]]],
+        deliver: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
+        warnings: Callable[[], list[str]],
+        queue_workers: int = 2,
+    ):
+        super().__init__(name="bireme-exchange", daemon=True)
+        self.failure: str | None = None
+        self._channel = channel
+        self._groups = groups
+        self._every = every
+        self._resolve = resolve
+        self._deliver = deliver
+        self._warnings = warnings
+        self._queue: deque[Observation] = deque()
+        self._submitted = 0  # last step that the training thread ended
+        self._done = 0  # last step handed over
+        self._target = 1  # hand over when this step has ended
+        self._closing = False
+        self._give_up_at: float | None = None
+        self._wake = threading.Event()
+        self._clocks = [ledger.QueueClock(queue_workers) for _ in groups]
+        self._shortest = ledger.ShortestSeen()
+        self._carried: list[Span] = []
+        self._host = HostClock()
+        self._cpu_ns = 0
+        channel.give_up = lambda: self._give_up_at is not None and time.monotonic() > self._give_up_at
+
+    # --- called by the training thread ---
+
+    def submit(self, observation: Observation) -> None:
+        self._queue.append(observation)
+        self._submitted = observation.step
+        if observation.step >= self._target:
+            self._wake.set()
+
+    def finish(self, within_s: float) -> bool:
+        """Hands over what is left and ends; False when the other ranks did not answer in time. May be called again
+        with a shorter time."""
+        deadline = time.monotonic() + within_s
+        self._give_up_at = min(deadline, self._give_up_at or deadline)
+        self._closing = True
+        self._wake.set()
+        if self.is_alive():
+            self.join(within_s + 2.0)
+        return not self.is_alive() and self.failure is None
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        try:
+            self._cpu_ns = time.thread_time_ns()
+            while not self._round():
+                pass
+        except PeerTimeout as error:
+            # Said by whoever closes: at the end of an interrupted run this is expected.
+            self.failure = str(error)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            if not self._closing:
+                log.warning("measuring has stopped: %s; training goes on", self.failure)
+                log.debug("measuring has stopped", exc_info=True)
+        finally:
+            self._queue.clear()
+
+    def _round(self) -> bool:
+        """One exchange; True when every rank has closed."""
+        if not self._closing and self._submitted < self._target:
+            self._wake.wait()
+            self._wake.clear()
+        closing = self._closing  # read before the step: a step submitted before closing must be in this round
+        last = self._submitted
+        agreed = self._channel.reduce_min(torch.tensor([last, int(closing)]))
+        upto, all_closing = int(agreed[0]), bool(agreed[1])
+        if upto > self._done:
+            self._hand_over(upto)
+        elif closing and not all_closing:
+            time.sleep(0.05)  # this rank is done and others are not
+        return all_closing
+
+    def _hand_over(self, upto: int) -> None:
+        window = []
+        while self._queue and self._queue[0].step <= upto:
+            window.append(self._queue.popleft())
+        resolved = [self._resolve(observation) for observation in window]
+        self._await_finishes(window)
+        self._split(window)
+        report = self._report(window, resolved)
+        parts = self._channel.gather(orjson.dumps(report))
+        if parts:
+            self._deliver(*assemble([orjson.loads(part) for part in parts]))
+        mean_s = max(1e-4, (report["wall_ns"] / len(window)) * 1e-9)
+        mean_s = int(self._channel.reduce_min(torch.tensor([int(mean_s * 1e9)]))[0]) * 1e-9
+        self._done = upto
+        self._target = upto + max(1, min(self._every, round(_MEANWHILE_S / mean_s)))
+
+    def _await_finishes(self, window: list[Observation]) -> None:
+        deadline = time.monotonic() + _LATE_FINISH_S
+        for observation in window:
+            for span in observation.spans:
+                while span.finish_ns is None and time.monotonic() < deadline and not self._channel.give_up():
+                    time.sleep(0.002)
+
+    def _split(self, window: list[Observation]) -> None:
+        """Sets `duration_ns` and `transfer_ns` of the window's spans; transfer stays None where members disagree."""
+        by_group: list[list[Span]] = [[] for _ in self._groups]
+        for observation in window:
+            for span in observation.spans:
+                by_group[span.group].append(span)
+        for index, (members, side_group) in enumerate(self._groups):
+            if self._channel.rank in members:
+                self._split_group(by_group[index], index, members, side_group)
+
+    def _split_group(self, spans: list[Span], index: int, members: list[int], side_group: Any) -> None:
+        clock = self._clocks[index]
+        ordered = sorted((span for span in spans if span.sequence >= 0), key=lambda span: span.sequence)
+        for span in ordered:
+            if span.finish_ns is not None:
+                span.duration_ns = clock.duration_ns(span.issue_ns, span.finish_ns)
+        for span in spans:
+            if span.sequence < 0 and span.finish_ns is not None:  # send and receive have no queue in gloo
+                span.duration_ns = max(0, span.finish_ns - span.issue_ns)
+
+        if len(members) == 1:
+            agreed = [(span.duration_ns, span.duration_ns is not None) for span in ordered]
+        else:
+            agreed = self._agree(ordered, side_group)
+        for span, (shortest_ns, matched) in zip(ordered, agreed, strict=False):
+            if matched and span.duration_ns is not None:
+                if span.operation in LEAVE_TOGETHER:
+                    span.transfer_ns = shortest_ns
+                else:
+                    span.transfer_ns = self._shortest.transfer_ns(span, span.duration_ns)
+        for span in spans:
+            if span.sequence < 0 and span.duration_ns is not None:
+                span.transfer_ns = self._shortest.transfer_ns(span, span.duration_ns)
+
+    def _agree(self, ordered: list[Span], side_group: Any) -> list[tuple[int | None, bool]]:
+        """For each span: the shortest duration among the members, and whether all of them mean the same collective."""
+        counts = self._channel.reduce_min(torch.tensor([-len(ordered)]), side_group)
+        rows = -int(counts[0])  # the most that any member has; missing ones cannot match
+        table = torch.full((3, rows), _UNKNOWN, dtype=torch.int64)
+        table[1:] = 0
+        for row, span in enumerate(ordered):
+            if span.duration_ns is not None:
+                key = ledger.match_key(span)
+                table[0, row], table[1, row], table[2, row] = span.duration_ns, key, -key
+        durations, keys, negated = self._channel.reduce_min(table, side_group).tolist()
+        return [
+            (duration, key > 0 and key == -minus) for duration, key, minus in zip(durations, keys, negated, strict=True)
+        ]
+
+    def _report(
+        self, window: list[Observation], resolved: list[tuple[int, int, list[ledger.Segment]]]
+    ) -> dict[str, Any]:
+        """What this rank tells rank 0 about the window."""
+        steps = []
+        events = []
+        for observation, (start_ns, end_ns, segments) in zip(window, resolved, strict=True):
+            spans = self._carried + observation.spans
+            account = ledger.account(start_ns, end_ns, segments, spans, observation.step)
+            self._carried = [span for span in spans if span.finish_ns is None or span.finish_ns > end_ns]
+            self._carried = [span for span in self._carried if span.transfer_ns is not None]
+            pauses = [(b - a, generation, phase) for (a, b), generation, phase in observation.pauses]
+            for pause_ns, generation, phase in pauses:
+                if pause_ns >= NOTABLE_PAUSE_NS:
+                    events.append(
+                        {
+                            "event": "gc_pause",
+                            "rank": self._channel.rank,
+                            "step": observation.step,
+                            "phase": PHASES[phase],
+                            "generation": generation,
+                            "ms": round(pause_ns / 1e6, 3),
+                        }
+                    )
+            loss_sum = None if observation.loss_sum is None else float(observation.loss_sum)
+            steps.append(
+                {
+                    "step": observation.step,
+                    "skipped": observation.skipped,
+                    "tokens": observation.tokens,
+                    "loss": None if loss_sum is None else [loss_sum, observation.loss_count],
+                    "facts": {name: float(value) for name, value in observation.facts.items()},
+                    "start_ns": start_ns,
+                    "end_ns": end_ns,
+                    "cells_ns": [cell for row in account.cells for cell in row],
+                    "hidden_ns": account.hidden_ns,
+                    "hidden_transfer_ns": account.hidden_transfer_ns,
+                    "clamped_ns": account.clamped_ns,
+                    "unlocated_ns": account.unlocated_ns,
+                    "unmatched": account.unmatched,
+                    "gc_ns": sum(pause_ns for pause_ns, _, _ in pauses),
+                    "overhead_ns": [observation.overhead_ns, 0],
+                    "collectives": [
+                        [use.group, use.operation, use.count, use.bytes, use.transfer_ns, use.wait_ns]
+                        for use in account.uses
+                    ],
+                }
+            )
+        wall_ns = sum(step["end_ns"] - step["start_ns"] for step in steps)
+        throttled_ns, steal_ns = self._host.taken_ns()
+        if max(throttled_ns, steal_ns) * 100 >= wall_ns > 0:
+            events.append(
+                {
+                    "event": "host",
+                    "rank": self._channel.rank,
+                    "first_step": window[0].step,
+                    "last_step": window[-1].step,
+                    "wall_ms": round(wall_ns / 1e6, 3),
+                    "throttled_ms": round(throttled_ns / 1e6, 3),
+                    "steal_ms": round(steal_ns / 1e6, 3),
+                }
+            )
+        cpu_ns = time.thread_time_ns()
+        for step in steps:  # this thread's own cost since the last window, spread evenly
+            step["overhead_ns"][1] = (cpu_ns - self._cpu_ns) // len(steps)
+        self._cpu_ns = cpu_ns
+        return {"steps": steps, "events": events, "warnings": self._warnings(), "wall_ns": wall_ns}
+
+
+_PER_RANK = (
+    "start_ns",
+    "end_ns",
+    "cells_ns",
+    "hidden_ns",
+    "hidden_transfer_ns",
+    "clamped_ns",
+    "unlocated_ns",
+    "unmatched",
+    "gc_ns",
+    "overhead_ns",
+    "collectives",
+)
+
+
+def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The step records and events of a window, from every rank's report in rank order (pure)."""
+    lines = []
+    for each in zip(*(report["steps"] for report in reports), strict=True):
+        first = each[0]
+        losses = [step["loss"] for step in each if step["loss"] is not None]
+        weights = [1 if count is None else count for _, count in losses]
+        line: dict[str, Any] = {
+            "step": first["step"],
+            "skipped": next((step["skipped"] for step in each if step["skipped"]), None),
+            "loss": sum(total for total, _ in losses) / sum(weights) if losses and sum(weights) else None,
+            "tokens": sum(step["tokens"] for step in each),
+            **first["facts"],
+        }
+        for name in _PER_RANK:
+            line[name] = [step[name] for step in each]
+        lines.append(line)
+    events = [event for report in reports for event in report["events"]]
+    said: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for message in report["warnings"]:
+            said.setdefault(message, []).append(rank)
+    events.extend({"event": "warning", "ranks": ranks, "message": message} for message, ranks in said.items())
+    return lines, events
+
+
+def side_groups(
+    channel: Channel, groups: list[Any]
+) -> tuple[list[dict[str, Any]], list[tuple[list[int], Any]], dict[int, Any]]:
+    """The run's table of observed groups, the side group of each, and which of them this rank's `groups` are.
+
+    Collective: every rank calls it, each with the groups that it is a member of. Groups are told apart by their name
+    and members; the table is sorted, so it is the same on every rank.
+    """
+    mine = [
+        {
+            "id": group.group_name,
+            "name": group.group_desc or group.group_name,
+            "ranks": dist.get_process_group_ranks(group),
+        }
+        for group in groups
+    ]
+    table: list[dict[str, Any]] = []
+    for description in sorted(
+        (each for gathered in channel.all_gather(mine) for each in gathered),
+        key=lambda each: (each["id"], each["ranks"]),
+    ):
+        if description not in table:
+            table.append(description)
+    by_members: dict[tuple[int, ...], Any] = {tuple(range(channel.size)): channel.group}
+    for description in table:
+        members = tuple(description["ranks"])
+        if members not in by_members:
+            by_members[members] = dist.new_group(list(members), backend="gloo") if len(members) > 1 else None
+    indices = {
+        index: group
+        for index, description in enumerate(table)
+        for group, own in zip(groups, mine, strict=True)
+        if own == description
+    }
+    sides = [(description["ranks"], by_members[tuple(description["ranks"])]) for description in table]
+    return table, sides, indices

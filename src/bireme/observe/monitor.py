@@ -1,0 +1,260 @@
+"""The Monitor: follows a training loop and leaves a run directory with the ledger of every rank and step."""
+
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bireme.channel import Channel
+from bireme.errors import UserError
+from bireme.ledger import PHASES, Segment
+from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
+from bireme.observe.exchange import Exchange, side_groups
+from bireme.observe.garbage import GarbageObserver
+from bireme.observe.phases import Observation, Phase, PhaseTracker
+from bireme.observe.thread import ThreadClock
+from bireme.record import RunWriter
+
+log = logging.getLogger(__name__)
+
+_CLOSE_WITHIN_S = 60.0
+
+
+class Monitor:
+    """Accounts for every step of a training loop, on every rank.
+
+        with Monitor("runs/mine", facts={...}) as monitor:
+            for batch in monitor.batches(loader):
+                with monitor.step(tokens=batch.numel()) as step:
+                    with monitor.phase("forward"): ...
+                    with monitor.phase("backward"): ...
+                    with monitor.phase("optimizer"): ...
+                    step.loss(loss)
+
+    Made by every rank, on the thread that trains, after the process groups. A step lasts from the end of the one
+    before to the end of its `with` block; time outside every phase is `other`. On the training path nothing is
+    synchronised, exchanged or written: a background thread does that, on gloo groups of its own.
+
+    directory: the run directory, made by rank 0; UserError on every rank when it exists already.
+    facts: what is known about the run, for run.json. `channel`: to share the side group, else one is made.
+    exchange_every: hand the steps over at least this often. skip_steps: warm-up steps kept out of averages.
+    on_steps: called on rank 0, in the background thread, with each window's step records.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        facts: dict[str, Any] | None = None,
+        channel: Channel | None = None,
+        exchange_every: int = 10,
+        skip_steps: int = 3,
+        on_steps: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] | None = None,
+        warnings: Callable[[], list[str]] = lambda: [],
+        device: str = "cpu",
+    ):
+        self.directory = Path(directory)
+        self._channel = channel or Channel()
+        self._on_steps = on_steps
+        self._skip_steps = skip_steps
+        self._step = 1
+        self._closed = False
+        self._writer: RunWriter | None = None
+        self._writer_failure: str | None = None
+        self._thread = threading.get_ident()
+
+        observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
+        observed = [group for group in observed if group is not self._channel.group]
+        table, sides, mine = side_groups(self._channel, observed)
+        self._clock = ThreadClock()
+        missing = {
+            "collectives": hooks_missing() if self._channel.distributed else None,
+            "run_delay": self._clock.missing,
+        }
+        self._open_run(
+            {
+                **(facts or {}),
+                "world_size": self._channel.size,
+                "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
+                "missing": {what: why for what, why in missing.items() if why},
+                "skip_steps": skip_steps,
+            }
+        )
+
+        self._tracker = PhaseTracker(self._clock)
+        self._phases = {name: Phase(self._tracker, index) for index, name in enumerate(PHASES)}
+        self._pauses: list[tuple[tuple[int, int], int, int]] = []
+        self._mark_ns = self._cost_of_a_mark()
+        self._collectives = CollectiveObserver(mine)
+        self._garbage = GarbageObserver(self._paused)
+        self._exchange = Exchange(self._channel, sides, exchange_every, _resolve_thread, self._deliver, warnings)
+        self._exchange.start()
+        self._observation = Observation(self._step, [])
+
+    # --- the loop ---
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterates over `loader`; the time that it takes to give the next batch is `input`."""
+        iterator = iter(loader)
+        while True:
+            with self.phase("input"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def phase(self, name: str) -> Phase:
+        """A `with` block that is one of the phases input, forward, backward, optimizer, checkpoint, other."""
+        return self._phases[name]
+
+    def step(self, tokens: int = 0) -> "Step":
+        """A `with` block whose end is the end of a step. `tokens`: this rank's distinct tokens in it."""
+        if not self._tracker.started:
+            self._tracker.enter(PHASES.index("other"))
+        self._observation.tokens = tokens
+        return Step(self, self._observation)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Adds an event to the run (rank 0; ignored on other ranks)."""
+        if self._writer is not None:
+            self._write(lambda writer: writer.event(kind, **fields))
+
+    def _end_step(self) -> None:
+        observation = self._observation
+        if self._step <= self._skip_steps:
+            observation.skipped = "warm-up"
+        observation.boundaries, observation.end = self._tracker.cut()
+        observation.spans = self._collectives.take()
+        observation.pauses, self._pauses = self._pauses, []
+        observation.overhead_ns = self._collectives.overhead_ns + self._tracker.marks * self._mark_ns
+        self._collectives.overhead_ns = self._tracker.marks = 0
+        self._step += 1
+        self._collectives.step = self._step
+        self._observation = Observation(self._step, [])
+        self._exchange.submit(observation)
+
+    # --- the end ---
+
+    def close(self, status: str = "finished", reason: str | None = None, within_s: float = _CLOSE_WITHIN_S) -> None:
+        """Hands over the last steps, waiting at most `within_s` for the other ranks, and completes run.json."""
+        if self._closed:
+            return
+        self._closed = True
+        self._collectives.close()
+        self._garbage.close()
+        complete = self._exchange.finish(within_s)
+        if not complete and status == "finished":
+            log.warning("the last steps are not in the run's record: %s", self._exchange.failure or "no answer in time")
+        if self._collectives.failure:
+            log.warning("collectives were not all observed: %s", self._collectives.failure)
+        if self._writer is not None:
+            self._write(lambda writer: writer.finish(status, reason))
+        self._clock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
+            self.close("interrupted", str(error) or "Ctrl-C", within_s=3.0)
+        else:
+            self.close("failed", f"{kind.__name__}: {error}", within_s=3.0)
+
+    # --- inside ---
+
+    def _open_run(self, facts: dict[str, Any]) -> None:
+        """Rank 0 makes the run directory; what stands in the way of it is raised on every rank."""
+        problem = None
+        if self._channel.rank == 0:
+            try:
+                self._writer = RunWriter(self.directory, facts)
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"cannot write the run directory {self.directory}: {error.strerror or error}"
+        problem = self._channel.all_gather(problem)[0]
+        if problem:
+            raise UserError(problem)
+
+    def _write(self, action: Callable[[RunWriter], None]) -> None:
+        if self._writer is None or self._writer_failure is not None:
+            return
+        try:
+            action(self._writer)
+        except OSError as error:
+            self._writer_failure = error.strerror or str(error)
+            log.error("cannot write to %s: %s; training goes on without a record", self.directory, self._writer_failure)
+
+    def _deliver(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        self._write(lambda writer: writer.steps(lines))
+        for event in events:
+            fields = {name: value for name, value in event.items() if name != "event"}
+            self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
+        if self._on_steps is not None:
+            self._on_steps(lines, events)
+
+    def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
+        self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))
+
+    def _cost_of_a_mark(self) -> int:
+        costs = []
+        for _ in range(50):
+            start_ns = time.perf_counter_ns()
+            self._clock.read()
+            costs.append(time.perf_counter_ns() - start_ns)
+        return int(statistics.median(costs))
+
+
+class Step:
+    """One step of the loop, while it lasts."""
+
+    __slots__ = ("_monitor", "_observation")
+
+    def __init__(self, monitor: Monitor, observation: Observation):
+        self._monitor = monitor
+        self._observation = observation
+
+    def loss(self, total: Any, count: int | None = None) -> None:
+        """The step's loss on this rank: a number or a detached scalar tensor, read later and never here.
+
+        With `count` it is a sum over that many tokens, and ranks are weighted by their tokens; without, a mean.
+        """
+        self._observation.loss_sum = total
+        self._observation.loss_count = count
+
+    def record(self, **facts: Any) -> None:
+        """Numbers or scalar tensors that belong to the step's record (rank 0's are kept)."""
+        self._observation.facts.update(facts)
+
+    def skip(self, why: str) -> None:
+        """Keeps this step out of averages, because something happened in it that training does not do."""
+        self._observation.skipped = why
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._monitor._end_step()
+
+
+def _resolve_thread(observation: Observation) -> tuple[int, int, list[Segment]]:
+    """Start, end and segments of a step from the thread's clock readings."""
+    marks = [*observation.boundaries, (0, observation.end)]
+    segments = [
+        Segment(phase, a[0], b[0], b[1] - a[1], b[2] - a[2])
+        for (phase, a), (_, b) in zip(marks, marks[1:], strict=False)
+    ]
+    return marks[0][1][0], observation.end[0], segments

@@ -1,0 +1,84 @@
+"""Where in the program the training thread is: the boundaries of phases, with the clocks read at each."""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from bireme.ledger import PHASES, Interval, Span
+
+OTHER = PHASES.index("other")
+
+
+class Clock(Protocol):
+    """Marks a moment of the training thread; what the mark holds is resolved later, off the training path."""
+
+    def read(self) -> Any: ...
+
+
+@dataclass(slots=True)
+class Observation:
+    """What the training thread leaves of one step: only marks, counts and references, to be worked out elsewhere."""
+
+    step: int
+    boundaries: list[tuple[int, Any]]  # (phase that begins here, mark); the first is the step's start
+    end: Any = None
+    spans: list[Span] = field(default_factory=list)  # issued in this step
+    pauses: list[tuple[Interval, int, int]] = field(default_factory=list)  # (interval, generation, phase)
+    tokens: int = 0
+    loss_sum: Any = None  # tensor or number; with loss_count None: a mean
+    loss_count: int | None = None
+    skipped: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # tensors or numbers, taken from rank 0
+    overhead_ns: int = 0
+
+
+class PhaseTracker:
+    """Follows the training thread through phases, which nest, and cuts the timeline into steps without a gap."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._phase = OTHER
+        self._boundaries: list[tuple[int, Any]] = []
+        self.marks = 0  # clock readings since the last step: the known part of the cost of measuring
+
+    @property
+    def phase(self) -> int:
+        return self._phase
+
+    @property
+    def started(self) -> bool:
+        return bool(self._boundaries)
+
+    def enter(self, phase: int) -> int:
+        """Begins a phase now; returns the one that it interrupts."""
+        before = self._phase
+        self._phase = phase
+        self._boundaries.append((phase, self._clock.read()))
+        self.marks += 1
+        return before
+
+    def cut(self) -> tuple[list[tuple[int, Any]], Any]:
+        """Ends the step now: its boundaries and its end. The next step begins at the same reading."""
+        end = self._clock.read()
+        self.marks += 1
+        boundaries, self._boundaries = self._boundaries, [(self._phase, end)]
+        return boundaries, end
+
+
+class Phase:
+    """`with` block that is one phase. Made once per phase: entering it costs one clock reading, as does leaving."""
+
+    __slots__ = ("_before", "_index", "_tracker")
+
+    def __init__(self, tracker: PhaseTracker, index: int):
+        self._tracker = tracker
+        self._index = index
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._tracker.enter(self._index))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tracker.enter(self._before.pop())

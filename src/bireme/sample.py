@@ -1,0 +1,141 @@
+"""Weights of a run on disk, and text sampled from them. The tokens are bytes."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from bireme.errors import UserError
+from bireme.model import GPT, ModelConfig
+
+WEIGHTS_FILE = "model.safetensors"
+TOKENIZER = "bytes"
+
+
+def save_weights(model: nn.Module, path: Path, config: ModelConfig) -> None:
+    """Writes the parameters of `model` and its shape to `path`, or leaves `path` as it was; tied weights once.
+
+    A safetensors file with the metadata "config" (the fields of ModelConfig as JSON) and "tokenizer" ("bytes").
+    """
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    metadata = {"config": json.dumps(dataclasses.asdict(config)), "tokenizer": TOKENIZER}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files that only their owner can read
+        save_file(weights, temporary, metadata)
+        temporary.chmod(mode)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only when its directory is
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def load_weights(path: Path) -> GPT:
+    """The model saved at `path`, on the CPU. Raises UserError when it is missing, torn, or not a model of Bireme."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            weights: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: this run has saved no weights yet") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is torn or not a safetensors file: {_one_line(error)}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {_one_line(error)}") from None
+
+    if "config" not in metadata or "tokenizer" not in metadata:
+        raise UserError(f"{path} was not written by Bireme: its metadata lacks 'config' or 'tokenizer'")
+    if metadata["tokenizer"] != TOKENIZER:
+        raise UserError(f"{path} needs the tokenizer {metadata['tokenizer']!r}; only {TOKENIZER!r} is known")
+    try:
+        fields: dict[str, Any] = json.loads(metadata["config"])
+        config = ModelConfig(**fields)
+    except (ValueError, TypeError, UserError) as error:
+        raise UserError(f"{path} describes no model in its metadata 'config': {_one_line(error)}") from None
+
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    model.reset_buffers()
+    if config.tied_embedding and "token_embedding.weight" in weights:
+        weights["output.weight"] = weights["token_embedding.weight"]
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} holds other weights than its 'config' describes: {_one_line(error)}") from None
+    return model
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    tokens: Tensor,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """`tokens` (length, int64, at least one) followed by `num_tokens` sampled ones, each from the last context.
+
+    Logits are divided by `temperature` (0: always the likeliest token); only the `top_k` likeliest are drawn from.
+    Raises UserError for arguments out of range.
+    """
+    if tokens.numel() == 0:
+        raise UserError("the prompt is empty: sampling needs at least one token to continue")
+    if num_tokens < 0:
+        raise UserError(f"the number of tokens is {num_tokens}: it must be at least 0")
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature is {temperature}: it must be 0 (always the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k is {top_k}: it must be at least 1")
+
+    length = tokens.numel()
+    result = torch.cat((tokens, tokens.new_empty(num_tokens)))
+    for end in range(length, length + num_tokens):
+        context = result[max(0, end - model.config.sequence_length) : end]
+        logits = model(context[None])[0, -1].float()
+        if temperature == 0:
+            result[end] = logits.argmax()
+            continue
+        if top_k is not None and top_k < logits.numel():
+            logits, candidates = logits.topk(top_k)
+        else:
+            candidates = torch.arange(logits.numel(), device=logits.device)
+        # Less the largest, so that a tiny temperature overflows to -inf (never drawn) instead of to NaN.
+        probabilities = ((logits - logits.max()) / temperature).softmax(-1)
+        result[end] = candidates[torch.multinomial(probabilities, 1, generator=generator)[0]]
+    return result
+
+
+def sample_run(
+    run_directory: Path, prompt: str, num_tokens: int, temperature: float, top_k: int | None, seed: int
+) -> str:
+    """The prompt and `num_tokens` further bytes from the weights in `run_directory`; what is not UTF-8 shows as �.
+
+    Raises UserError as `load_weights` and `generate` do, and for a prompt that the model's vocabulary does not cover.
+    """
+    model = load_weights(run_directory / WEIGHTS_FILE)
+    prompt_bytes = prompt.encode("utf-8", errors="surrogateescape")  # bytes of the command line that were not UTF-8
+    if prompt_bytes and max(prompt_bytes) >= model.config.vocab_size:
+        raise UserError(f"the prompt has a byte {max(prompt_bytes)}: the model knows {model.config.vocab_size} tokens")
+    tokens = torch.tensor(list(prompt_bytes), dtype=torch.int64)
+    generated = generate(model, tokens, num_tokens, temperature, top_k, torch.Generator().manual_seed(seed))
+    # A vocabulary of more than 256 tokens can yield one that is no byte: 0xff is never part of UTF-8.
+    return bytes(min(token, 0xFF) for token in generated.tolist()).decode("utf-8", errors="replace")

@@ -1,0 +1,259 @@
+"""Joins the ranks of a job: who am I, where is everybody, which group do we train on; and leaves again."""
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bireme.channel import Channel
+from bireme.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_SAY_AFTER_S = 5.0
+JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher's environment says: which rank of how many, and where they meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    master_address: str  # empty: one process, no meeting point
+    master_port: int
+    agent_store: bool  # torchrun's agent already hosts the store
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "Launch":
+        """UserError, naming both sides, where the variables contradict each other."""
+        if "RANK" not in environ and "NODE_RANK" in environ and "NNODES" in environ:
+            rank, size = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
+            names = ("NODE_RANK", "NNODES")
+            local_rank = 0
+        elif "RANK" in environ or "WORLD_SIZE" in environ:
+            for present, absent in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+                if absent not in environ:
+                    raise UserError(
+                        f"{present}={environ[present]} is set but {absent} is not: start with torchrun, or unset {present}"
+                    )
+            rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+            names = ("RANK", "WORLD_SIZE")
+            local_rank = _integer(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+        else:
+            return cls(0, 1, 0, "", 0, False)
+        if not 0 <= rank < size:
+            raise UserError(f"{names[0]}={rank} does not fit {names[1]}={size}: ranks count from 0 to {size - 1}")
+        local_size = _integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else size
+        if not 0 <= local_rank < local_size <= size:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and {names[1]}={size} contradict each other"
+            )
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(name):
+                raise UserError(f"{names[0]}={rank} is set but {name} is not: start with torchrun, or set {name}")
+        port = _integer(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise UserError(f"MASTER_PORT={port} is not a port: choose one from 1024 to 65535")
+        agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, size, local_rank, environ["MASTER_ADDR"], port, agent_store)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise UserError(f"{name}={environ[name]!r} is not a whole number") from None
+
+
+@dataclass(slots=True)
+class World:
+    """This process's place among all ranks. `ranks` and `nodes` are known to every rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    channel: Channel
+    ranks: list[dict[str, Any]]  # by rank: node, local_rank, host, pid, cores, threads, device
+    nodes: list[dict[str, Any]]  # name, ranks
+
+    @property
+    def node(self) -> str:
+        return str(self.ranks[self.rank]["node"])
+
+    @property
+    def local_size(self) -> int:
+        return sum(other["node"] == self.node for other in self.ranks)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is wrong on one rank in this block is raised on every rank, with the ranks it comes from.
+
+        Nobody waits for a rank that has given up, and the user reads each problem once.
+        """
+        problem: str | None = None
+        try:
+            yield
+        except UserError as error:
+            problem = str(error)
+        self.raise_together(problem)
+
+    def raise_together(self, problem: str | None) -> None:
+        problems = self.channel.all_gather(problem)
+        for message in dict.fromkeys(each for each in problems if each is not None):
+            ranks = [rank for rank, each in enumerate(problems) if each == message]
+            raise SharedError(message if len(ranks) == self.size else f"{name_ranks(ranks)}: {message}")
+
+    def leave(self) -> None:
+        """Destroys the process groups. Never raises: at the end there is nobody left to help."""
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except Exception as error:
+                log.debug("the process group did not end cleanly: %s", error)
+
+
+class SharedError(UserError):
+    """A UserError that every rank raises at the same time: rank 0 alone shows it."""
+
+    shown_by_rank_0 = True
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def usable_cores() -> list[int]:
+    """The core numbers that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def join(device: str = "cpu", timeout_s: float = JOIN_TIMEOUT_S) -> World:
+    """Makes the process group: gloo on CPU, NCCL beside it on GPUs. Also for one process without a launcher.
+
+    UserError, naming the address and the missing ranks, when the ranks do not find each other in `timeout_s`.
+    """
+    launch = Launch.from_environment(os.environ)
+    chosen = torch.device(f"cuda:{launch.local_rank}" if device == "cuda" else device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)  # before anything else touches a GPU: it would land on GPU 0
+    store = _meet(launch, timeout_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=launch.rank, world_size=launch.size
+    )
+    channel = Channel()
+    ranks, nodes = topology(channel.all_gather(_identity(launch, chosen)))
+    return World(launch.rank, launch.size, launch.local_rank, chosen, channel, ranks, nodes)
+
+
+def _meet(launch: Launch, timeout_s: float) -> Any:
+    """The store where all ranks are present."""
+    if not launch.master_address:
+        return dist.HashStore()
+    deadline = time.monotonic() + timeout_s
+    where = f"{launch.master_address}:{launch.master_port}"
+    while True:
+        try:
+            store = dist.TCPStore(
+                launch.master_address,
+                launch.master_port,
+                launch.size,
+                is_master=launch.rank == 0 and not launch.agent_store,
+                timeout=timedelta(seconds=_SAY_AFTER_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            break
+        except (RuntimeError, ValueError) as error:
+            if "in use" in str(error).lower() or "EADDRINUSE" in str(error):
+                raise UserError(
+                    f"port {launch.master_port} on {launch.master_address} is in use: choose another MASTER_PORT"
+                ) from None
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {launch.rank} cannot reach rank 0 at {where} in {timeout_s:.0f} s: "
+                    "check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
+                ) from None
+            log.info("rank %d waits for rank 0 at %s", launch.rank, where)
+            time.sleep(0.2)
+    # One attempt of a restarted job must not see the keys of the one before.
+    store = dist.PrefixStore(f"bireme/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _roll_call(store, launch, where, deadline, timeout_s)
+    store.set_timeout(timedelta(seconds=1800))
+    return store
+
+
+def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
+    store.set(f"here/{launch.rank}", socket.gethostname())
+    missing = list(range(launch.size))
+    while missing:
+        try:
+            store.wait([f"here/{rank}" for rank in missing], timedelta(seconds=_SAY_AFTER_S))
+            return
+        except RuntimeError:
+            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+            if missing and time.monotonic() > deadline:
+                raise UserError(
+                    f"{name_ranks(missing)} of {launch.size} did not come to {where} in {timeout_s:.0f} s: "
+                    "was every rank started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT?"
+                ) from None
+            if missing:
+                log.info("rank %d waits for %s at %s", launch.rank, name_ranks(missing), where)
+
+
+def _identity(launch: Launch, device: torch.device) -> dict[str, Any]:
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot_id = platform.node()
+    return {
+        "node": os.environ.get("BIREME_NODE") or socket.gethostname(),
+        "host": socket.gethostname(),
+        "boot_id": boot_id,
+        "local_rank": launch.local_rank,
+        "pid": os.getpid(),
+        "cores": usable_cores(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+    }
+
+
+def topology(identities: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Ranks and nodes from what every rank says of itself (pure). Two machines of one name are told apart."""
+    nodes: dict[tuple[str, str, str], dict[str, Any]] = {}
+    names: set[str] = set()
+    ranks = []
+    for rank, identity in enumerate(identities):
+        key = (identity["node"], identity["host"], identity["boot_id"])
+        if key not in nodes:
+            name, number = identity["node"], 1
+            while name in names:
+                number += 1
+                name = f"{identity['node']}-{number}"
+            names.add(name)
+            nodes[key] = {"name": name, "ranks": []}
+        nodes[key]["ranks"].append(rank)
+        described = {name: value for name, value in identity.items() if name != "boot_id"}
+        ranks.append({"rank": rank, **described, "node": nodes[key]["name"]})
+    return ranks, list(nodes.values())
