@@ -30,7 +30,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.give_up: Callable[[], bool] = lambda: False
         # The side group shares nothing with the training groups: it has its own sockets and worker threads.
-        self.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self.group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
     def wait(self, work: Any) -> None:
         """Waits for a collective in short turns, so that a rank whose peers are gone can leave."""

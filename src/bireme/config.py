@@ -5,7 +5,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,11 +215,3 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", dict: "a table"}
     expected = next(text for kind, text in names.items() if kind in choices or typing.get_origin(choices[0]) is kind)
     raise UserError(f"{name} is {value!r}: it must be {expected}")
-
-
-def defaults() -> dict[str, Any]:
-    """Default of every field."""
-    return {
-        each.name: each.default if each.default is not MISSING else each.default_factory()  # type: ignore[misc]
-        for each in fields(TrainConfig)
-    }

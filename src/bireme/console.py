@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -33,7 +33,7 @@ class RankLog(logging.Handler):
         self._warnings: list[str] = []
         self._said: set[str] = set()
         self._lock_warnings = threading.Lock()
-        self._file: logging.FileHandler | None = None
+        self._file: logging.StreamHandler[TextIO] | None = None
         self._stderr = -1
         logging.captureWarnings(True)
         self._loggers = [logging.getLogger("bireme"), logging.getLogger("py.warnings")]
@@ -70,7 +70,8 @@ class RankLog(logging.Handler):
         """Begins the rank's log file. A node without a shared file system gets a directory of its own."""
         path = run_directory / "logs" / f"rank-{self._rank}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(path, encoding="utf-8")
+        stream = path.open("a", encoding="utf-8")
+        self._file = logging.StreamHandler(stream)
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         for record in self._early or []:
             self._file.handle(record)
@@ -78,7 +79,7 @@ class RankLog(logging.Handler):
         if self._rank != 0:
             sys.stderr.flush()
             self._stderr = os.dup(2)
-            os.dup2(self._file.stream.fileno(), 2)
+            os.dup2(stream.fileno(), 2)
 
     def close(self) -> None:
         """Gives standard error back; warnings that never reached rank 0's console are shown there."""
@@ -91,7 +92,7 @@ class RankLog(logging.Handler):
             os.close(self._stderr)
             self._stderr = -1
         if self._file is not None:
-            self._file.close()
+            self._file.stream.close()
             self._file = None
         if self._rank == 0:
             for message in self.take_warnings():

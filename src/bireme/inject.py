@@ -33,7 +33,7 @@ class Straggler:
                 delay_ms = float(part)
             except ValueError:
                 raise UserError(
-                    f"STRAGGLER_MS={text!r}: {part.strip()!r} is not a number of milliseconds (such as 150, or 0,50,100)"
+                    f"STRAGGLER_MS={text!r}: {part.strip()!r} is not a number of milliseconds: write 150, or 0,50,100"
                 ) from None
             if not 0 <= delay_ms < 3_600_000:
                 raise UserError(f"STRAGGLER_MS={text!r}: a delay is from 0 to 3600000 ms, not {part.strip()}")

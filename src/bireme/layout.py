@@ -16,7 +16,9 @@ _MIB = 1024 * 1024
 class Replicas(Protocol):
     """A model of which every rank holds a replica, and the way its gradients are averaged."""
 
-    model: nn.Module  # call this one: its backward pass may reduce
+    @property
+    def model(self) -> nn.Module:
+        """Call this one: its backward pass may reduce."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward *and* backward of each micro-batch: only the last one reduces."""
@@ -40,7 +42,7 @@ class Overlapped:
         )
         self.model: DistributedDataParallel = DistributedDataParallel(
             model,
-            bucket_cap_mb=self.bucket_mb,  # type: ignore[arg-type]  # annotated as int, used as a float
+            bucket_cap_mb=self.bucket_mb,  # annotated as int, used as a float
             gradient_as_bucket_view=True,
         )
 

@@ -10,7 +10,7 @@ Pure functions: no torch, no files, no clocks. The rules are those of the design
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -299,10 +299,8 @@ def account(
 
 def bus_bandwidth_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth / (bytes / time), as NCCL's tests define it: what an ideal link would have to carry per rank."""
-    factors: dict[str, Callable[[int], float]] = {
-        "all_reduce": lambda n: 2 * (n - 1) / n,
-        "all_gather": lambda n: (n - 1) / n,
-        "reduce_scatter": lambda n: (n - 1) / n,
-        "all_to_all": lambda n: (n - 1) / n,
-    }
-    return factors.get(operation, lambda n: 1.0)(ranks)
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0

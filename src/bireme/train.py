@@ -222,6 +222,7 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
             skip_steps=config.skip_steps,
             on_steps=on_steps,
             warnings=rank_log.take_warnings,
+            device=world.device.type,
         )
         stop.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
         rank_log.open(directory)

@@ -46,7 +46,8 @@ class Launch:
             for present, absent in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
                 if absent not in environ:
                     raise UserError(
-                        f"{present}={environ[present]} is set but {absent} is not: start with torchrun, or unset {present}"
+                        f"{present}={environ[present]} is set but {absent} is not: "
+                        f"start with torchrun, or unset {present}"
                     )
             rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
             names = ("RANK", "WORLD_SIZE")
@@ -199,10 +200,10 @@ def _meet(launch: Launch, timeout_s: float) -> Any:
             log.info("rank %d waits for rank 0 at %s", launch.rank, where)
             time.sleep(0.2)
     # One attempt of a restarted job must not see the keys of the one before.
-    store = dist.PrefixStore(f"bireme/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    _roll_call(store, launch, where, deadline, timeout_s)
-    store.set_timeout(timedelta(seconds=1800))
-    return store
+    prefixed = dist.PrefixStore(f"bireme/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _roll_call(prefixed, launch, where, deadline, timeout_s)
+    prefixed.set_timeout(timedelta(seconds=1800))
+    return prefixed
 
 
 def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_s: float) -> None:

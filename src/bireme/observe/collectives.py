@@ -8,7 +8,7 @@ finish of works that have no future (reduce-scatter, send and receive on gloo).
 import sys
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -65,7 +65,8 @@ class CollectiveObserver:
         self._waited_for: dict[int, tuple[Any, Span]] = {}  # id(work): the work is kept alive, its id cannot recur
         self.thread = threading.get_ident()
         self._groups = groups
-        self._hook_code = [self._register(index, group) for index, group in groups.items()]
+        for index, group in groups.items():
+            self._register(index, group)
         _observe_waits(self)
 
     def take(self) -> list[Span]:
@@ -83,16 +84,10 @@ class CollectiveObserver:
         _stop_observing_waits(self)
         for group in self._groups.values():
             # Fails when the group was destroyed first: then its hooks went with it.
-            self._guarded(lambda group=group: group.unregister_pre_hook(_HOOK_ID))
-            self._guarded(lambda group=group: group.unregister_post_hook(_HOOK_ID))
+            with suppress(Exception):
+                group.unregister_pre_hook(_HOOK_ID)
+                group.unregister_post_hook(_HOOK_ID)
         self._waited_for.clear()
-
-    @staticmethod
-    def _guarded(action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except Exception:  # observing has ended: there is nobody left to tell
-            return
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
@@ -117,6 +112,7 @@ class CollectiveObserver:
                 span.side = args.root
                 span.step = self.step
                 span.origin = _origin()
+                self._note_issue(span)
                 if operation != "send" and operation != "receive":
                     span.sequence = sequence
                     sequence += 1
@@ -135,8 +131,7 @@ class CollectiveObserver:
                     return
                 if span.origin != REDUCER:
                     self._waited_for[id(work)] = (work, span)
-                if args.async_op:
-                    self._follow(work, span)
+                self._follow(work, span, args.async_op)
             except Exception as error:
                 self._fail(error)
             self.overhead_ns += now_ns() - entered_ns
@@ -144,8 +139,17 @@ class CollectiveObserver:
         group.register_pre_hook(_HOOK_ID, before)
         group.register_post_hook(_HOOK_ID, after)
 
-    def _follow(self, work: Any, span: Span) -> None:
+    def now(self) -> Any:
+        """The moment that a wait begins or ends, for `waited`."""
+        return time.perf_counter_ns()
+
+    def _note_issue(self, span: Span) -> None:
+        """The span's `issue_ns` is set already; a device needs more."""
+
+    def _follow(self, work: Any, span: Span, async_op: bool) -> None:
         """Notes the finish when the work's future is done: on one of gloo's threads, as soon as it gets the GIL."""
+        if not async_op:
+            return  # the caller waits at once, and the end of that wait is the finish
         try:
             future = work.get_future()
         except RuntimeError:
@@ -159,12 +163,13 @@ class CollectiveObserver:
 
         future.add_done_callback(finished)
 
-    def waited(self, work: Any, start_ns: int, end_ns: int) -> None:
-        """The training thread waited for `work` in Python."""
+    def waited(self, work: Any, start: Any, end: Any) -> None:
+        """The training thread waited for `work` in Python, between two moments of `now`."""
         known = self._waited_for.pop(id(work), None)
-        if known is None:
-            return
-        span = known[1]
+        if known is not None:
+            self._note_wait(known[1], start, end)
+
+    def _note_wait(self, span: Span, start_ns: Any, end_ns: Any) -> None:
         span.waits.append((start_ns, end_ns))
         # The future's callback may come later than the waiting thread: the earlier of the two is the finish.
         if span.finish_ns is None or end_ns < span.finish_ns:
@@ -197,21 +202,25 @@ _original_wait: Any = None  # what `Work.wait` was; None while it is not replace
 
 def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
     thread = threading.get_ident()
-    start_ns = time.perf_counter_ns()
+    observers = [observer for observer in _observers if observer.thread == thread]
+    started = [observer.now() for observer in observers]
     try:
         return _original_wait(work, *args, **kwargs)
     finally:
-        end_ns = time.perf_counter_ns()
-        for observer in _observers:
-            if observer.thread == thread:
-                observer.waited(work, start_ns, end_ns)
+        for observer, start in zip(observers, started, strict=True):
+            observer.waited(work, start, observer.now())
+
+
+def unobserved_wait(work: Any) -> None:
+    """`work.wait()` as PyTorch has it."""
+    (_original_wait or Work.wait)(work)
 
 
 def _observe_waits(observer: CollectiveObserver) -> None:
     global _original_wait
     if _original_wait is None:
         _original_wait = Work.wait
-        Work.wait = _observed_wait  # type: ignore[method-assign]
+        Work.wait = _observed_wait  # type: ignore[method-assign, assignment]
     _observers.append(observer)
 
 

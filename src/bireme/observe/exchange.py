@@ -130,10 +130,9 @@ class Exchange(threading.Thread):
         parts = self._channel.gather(orjson.dumps(report))
         if parts:
             self._deliver(*assemble([orjson.loads(part) for part in parts]))
-        mean_s = max(1e-4, (report["wall_ns"] / len(window)) * 1e-9)
-        mean_s = int(self._channel.reduce_min(torch.tensor([int(mean_s * 1e9)]))[0]) * 1e-9
+        mean_ns = max(1, int(self._channel.reduce_min(torch.tensor([report["wall_ns"] // len(window)]))[0]))
         self._done = upto
-        self._target = upto + max(1, min(self._every, round(_MEANWHILE_S / mean_s)))
+        self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
 
     def _await_finishes(self, window: list[Observation]) -> None:
         deadline = time.monotonic() + _LATE_FINISH_S
@@ -196,50 +195,14 @@ class Exchange(threading.Thread):
     ) -> dict[str, Any]:
         """What this rank tells rank 0 about the window."""
         steps = []
-        events = []
+        events: list[dict[str, Any]] = []
         for observation, (start_ns, end_ns, segments) in zip(window, resolved, strict=True):
             spans = self._carried + observation.spans
             account = ledger.account(start_ns, end_ns, segments, spans, observation.step)
-            self._carried = [span for span in spans if span.finish_ns is None or span.finish_ns > end_ns]
-            self._carried = [span for span in self._carried if span.transfer_ns is not None]
-            pauses = [(b - a, generation, phase) for (a, b), generation, phase in observation.pauses]
-            for pause_ns, generation, phase in pauses:
-                if pause_ns >= NOTABLE_PAUSE_NS:
-                    events.append(
-                        {
-                            "event": "gc_pause",
-                            "rank": self._channel.rank,
-                            "step": observation.step,
-                            "phase": PHASES[phase],
-                            "generation": generation,
-                            "ms": round(pause_ns / 1e6, 3),
-                        }
-                    )
-            loss_sum = None if observation.loss_sum is None else float(observation.loss_sum)
-            steps.append(
-                {
-                    "step": observation.step,
-                    "skipped": observation.skipped,
-                    "tokens": observation.tokens,
-                    "loss": None if loss_sum is None else [loss_sum, observation.loss_count],
-                    "facts": {name: float(value) for name, value in observation.facts.items()},
-                    "start_ns": start_ns,
-                    "end_ns": end_ns,
-                    "cells_ns": [cell for row in account.cells for cell in row],
-                    "hidden_ns": account.hidden_ns,
-                    "hidden_transfer_ns": account.hidden_transfer_ns,
-                    "clamped_ns": account.clamped_ns,
-                    "unlocated_ns": account.unlocated_ns,
-                    "unmatched": account.unmatched,
-                    "gc_ns": sum(pause_ns for pause_ns, _, _ in pauses),
-                    "overhead_ns": [observation.overhead_ns, 0],
-                    "collectives": [
-                        [use.group, use.operation, use.count, use.bytes, use.transfer_ns, use.wait_ns]
-                        for use in account.uses
-                    ],
-                }
-            )
-        wall_ns = sum(step["end_ns"] - step["start_ns"] for step in steps)
+            self._carried = [span for span in spans if span.transfer_ns is not None and _ends_after(span, end_ns)]
+            steps.append(_step_report(observation, account))
+            events.extend(_notable_pauses(observation, self._channel.rank))
+        wall_ns = sum(end_ns - start_ns for start_ns, end_ns, _ in resolved)
         throttled_ns, steal_ns = self._host.taken_ns()
         if max(throttled_ns, steal_ns) * 100 >= wall_ns > 0:
             events.append(
@@ -255,9 +218,53 @@ class Exchange(threading.Thread):
             )
         cpu_ns = time.thread_time_ns()
         for step in steps:  # this thread's own cost since the last window, spread evenly
-            step["overhead_ns"][1] = (cpu_ns - self._cpu_ns) // len(steps)
+            step["overhead_ns"] = [step["overhead_ns"], (cpu_ns - self._cpu_ns) // len(steps)]
         self._cpu_ns = cpu_ns
         return {"steps": steps, "events": events, "warnings": self._warnings(), "wall_ns": wall_ns}
+
+
+def _ends_after(span: Span, end_ns: int) -> bool:
+    return span.finish_ns is not None and span.finish_ns > end_ns
+
+
+def _notable_pauses(observation: Observation, rank: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "event": "gc_pause",
+            "rank": rank,
+            "step": observation.step,
+            "phase": PHASES[phase],
+            "generation": generation,
+            "ms": round((end_ns - start_ns) / 1e6, 3),
+        }
+        for (start_ns, end_ns), generation, phase in observation.pauses
+        if end_ns - start_ns >= NOTABLE_PAUSE_NS
+    ]
+
+
+def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[str, Any]:
+    """What one rank tells rank 0 about one step."""
+    loss_sum = None if observation.loss_sum is None else float(observation.loss_sum)
+    return {
+        "step": observation.step,
+        "skipped": observation.skipped,
+        "tokens": observation.tokens,
+        "loss": None if loss_sum is None else [loss_sum, observation.loss_count],
+        "facts": {name: float(value) for name, value in observation.facts.items()},
+        "start_ns": account.start_ns,
+        "end_ns": account.end_ns,
+        "cells_ns": [cell for row in account.cells for cell in row],
+        "hidden_ns": account.hidden_ns,
+        "hidden_transfer_ns": account.hidden_transfer_ns,
+        "clamped_ns": account.clamped_ns,
+        "unlocated_ns": account.unlocated_ns,
+        "unmatched": account.unmatched,
+        "gc_ns": sum(end_ns - start_ns for (start_ns, end_ns), _, _ in observation.pauses),
+        "overhead_ns": observation.overhead_ns,
+        "collectives": [
+            [use.group, use.operation, use.count, use.bytes, use.transfer_ns, use.wait_ns] for use in account.uses
+        ],
+    }
 
 
 _PER_RANK = (

@@ -1,5 +1,6 @@
 """The Monitor: follows a training loop and leaves a run directory with the ledger of every rank and step."""
 
+import itertools
 import logging
 import os
 import statistics
@@ -14,6 +15,7 @@ from bireme.channel import Channel
 from bireme.errors import UserError
 from bireme.ledger import PHASES, Segment
 from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
+from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
 from bireme.observe.exchange import Exchange, side_groups
 from bireme.observe.garbage import GarbageObserver
 from bireme.observe.phases import Observation, Phase, PhaseTracker
@@ -43,7 +45,8 @@ class Monitor:
     directory: the run directory, made by rank 0; UserError on every rank when it exists already.
     facts: what is known about the run, for run.json. `channel`: to share the side group, else one is made.
     exchange_every: hand the steps over at least this often. skip_steps: warm-up steps kept out of averages.
-    on_steps: called on rank 0, in the background thread, with each window's step records.
+    on_steps: called on rank 0, in the background thread, with each window's step records and events.
+    warnings: asked for this rank's new warnings, which travel to rank 0. device: "cuda" to follow the compute stream.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Monitor:
         exchange_every: int = 10,
         skip_steps: int = 3,
         on_steps: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] | None = None,
-        warnings: Callable[[], list[str]] = lambda: [],
+        warnings: Callable[[], list[str]] = list,
         device: str = "cpu",
     ):
         self.directory = Path(directory)
@@ -71,7 +74,7 @@ class Monitor:
         observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
         observed = [group for group in observed if group is not self._channel.group]
         table, sides, mine = side_groups(self._channel, observed)
-        self._clock = ThreadClock()
+        self._clock: ThreadClock | DeviceClock = DeviceClock() if device == "cuda" else ThreadClock()
         missing = {
             "collectives": hooks_missing() if self._channel.distributed else None,
             "run_delay": self._clock.missing,
@@ -90,9 +93,23 @@ class Monitor:
         self._phases = {name: Phase(self._tracker, index) for index, name in enumerate(PHASES)}
         self._pauses: list[tuple[tuple[int, int], int, int]] = []
         self._mark_ns = self._cost_of_a_mark()
-        self._collectives = CollectiveObserver(mine)
+        resolve = _resolve_thread
+        if isinstance(self._clock, DeviceClock):
+            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine)
+            self._clock.observer = self._collectives
+            resolve = self._clock.resolve
+        else:
+            self._collectives = CollectiveObserver(mine)
         self._garbage = GarbageObserver(self._paused)
-        self._exchange = Exchange(self._channel, sides, exchange_every, _resolve_thread, self._deliver, warnings)
+        self._exchange = Exchange(
+            self._channel,
+            sides,
+            exchange_every,
+            resolve,
+            self._deliver,
+            warnings,
+            queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
+        )
         self._exchange.start()
         self._observation = Observation(self._step, [])
 
@@ -254,7 +271,6 @@ def _resolve_thread(observation: Observation) -> tuple[int, int, list[Segment]]:
     """Start, end and segments of a step from the thread's clock readings."""
     marks = [*observation.boundaries, (0, observation.end)]
     segments = [
-        Segment(phase, a[0], b[0], b[1] - a[1], b[2] - a[2])
-        for (phase, a), (_, b) in zip(marks, marks[1:], strict=False)
+        Segment(phase, a[0], b[0], b[1] - a[1], b[2] - a[2]) for (phase, a), (_, b) in itertools.pairwise(marks)
     ]
     return marks[0][1][0], observation.end[0], segments
