@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_type_hints
 
 import cyclopts
 from cyclopts import Parameter
-from rich.console import Console
 
 from bireme import __version__
 from bireme.config import TrainConfig, load_config
@@ -142,27 +141,27 @@ def sample(
     print(sample_run(run, prompt, num_tokens, temperature, top_k, seed))
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Callable[..., Any], Any]:
+def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """The verb and its arguments; UserError, on one line, for what does not parse."""
     try:
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
     except cyclopts.UnknownOptionError as error:
-        name = error.token.keyword or error.token.value
-        options = [f"--{each.name.replace('_', '-')}" for each in fields(TrainConfig)]
-        raise UserError(f"unknown option {name}{nearest(name, options)}; see bireme --help") from None
+        option = error.token.keyword or error.token.value
+        known = [f"--{each.name.replace('_', '-')}" for each in fields(TrainConfig)]
+        raise UserError(f"unknown option {option}{nearest(option, known)}; --help lists the options") from None
     except cyclopts.CycloptsError as error:
         raise UserError(" ".join(str(error).split())) from None
     return command, bound
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a verb; returns the exit code. A user's mistake is one line on standard error, and 2."""
+def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
+    """Runs a program; returns the exit code. A user's mistake is one line on standard error, and 2."""
     try:
-        command, bound = _parse(sys.argv[1:] if arguments is None else arguments)
+        command, bound = _parse(app, arguments)
         command(*bound.args, **bound.kwargs)
     except UserError as error:
         if not getattr(error, "shown_by_rank_0", False) or os.environ.get("RANK", "0") == "0":
-            Console(stderr=True, highlight=False, soft_wrap=True).print(f"bireme: {error}", markup=False)
+            print(f"bireme: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         return getattr(stopped, "exit_code", 130)
@@ -170,3 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     return 0
+
+
+def main() -> int:
+    """The `bireme` command."""
+    return run(app, sys.argv[1:])

@@ -236,18 +236,25 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
-            for number in range(1, config.steps + 1):
-                with monitor.step(tokens=config.global_batch_size // world.size * trainer.length) as step:
-                    stop.check()
-                    trainer.train_step(number, monitor, step)
-                    if config.evaluate_every and number % config.evaluate_every == 0:
-                        loss = trainer.evaluate()
-                        step.skip("evaluation")
-                        step.record(evaluation_loss=loss)
-                        monitor.event("evaluation", step=number, loss=loss)
+            loop(trainer, monitor, stop.check)
             if world.rank == 0:
                 save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
         return directory
+
+
+def loop(trainer: Trainer, monitor: Monitor, check_for_stop: Callable[[], None] = lambda: None) -> None:
+    """All steps of a run, each accounted for."""
+    config, world = trainer.config, trainer.world
+    tokens_per_rank = config.global_batch_size // world.size * trainer.length
+    for number in range(1, config.steps + 1):
+        with monitor.step(tokens=tokens_per_rank) as step:
+            check_for_stop()
+            trainer.train_step(number, monitor, step)
+            if config.evaluate_every and number % config.evaluate_every == 0:
+                loss = trainer.evaluate()
+                step.skip("evaluation")
+                step.record(evaluation_loss=loss)
+                monitor.event("evaluation", step=number, loss=loss)
 
 
 def _set_threads(config: TrainConfig, world: World) -> None:
