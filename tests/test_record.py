@@ -96,24 +96,10 @@ def test_an_empty_directory_or_one_with_logs_is_free_and_any_other_is_not(tmp_pa
             RunWriter(taken, FACTS)
 
 
-def test_of_many_writers_at_once_one_gets_the_directory(tmp_path: Path) -> None:
-    won: list[RunWriter] = []
-    lost: list[UserError] = []
-    gate = threading.Barrier(8)
-
-    def claim() -> None:
-        gate.wait()
-        try:
-            won.append(RunWriter(tmp_path / "run", FACTS))
-        except UserError as error:
-            lost.append(error)
-
-    threads = [threading.Thread(target=claim) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(won), len(lost)) == (1, 7)
+def test_of_two_writers_at_once_one_gets_the_directory(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(()))  # the second looked before the first wrote
+    with pytest.raises(UserError, match="exists"):
+        RunWriter(writer.directory, FACTS)
 
 
 def test_lines_of_several_threads_do_not_mix(writer: RunWriter) -> None:

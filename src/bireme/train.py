@@ -171,10 +171,6 @@ def run_training(load: Callable[[], TrainConfig]) -> tuple[Path, World]:
         world.raise_together(problem)
         assert config is not None
         return train(config, world, console), world
-    except RuntimeError as error:
-        if _LOST_PEER.search(str(error)):
-            raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left") from error
-        raise
     finally:
         world.leave()
 
@@ -236,7 +232,13 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
-            loop(trainer, monitor, stop.check)
+            try:
+                loop(trainer, monitor, stop.check)
+            except RuntimeError as error:
+                stop.check()  # asked to stop, like the rank that has left
+                if _LOST_PEER.search(str(error)):
+                    raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left") from error
+                raise
             if world.rank == 0:
                 save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
         return directory

@@ -61,5 +61,5 @@ def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 
 
 def test_without_rows_the_error_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="torchrun --nproc_per_node=1 multinode.py"):
+    with pytest.raises(UserError, match=r"torchrun --nproc_per_node=1 multinode\.py"):
         plot([], tmp_path / "study.png")

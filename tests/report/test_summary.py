@@ -118,6 +118,11 @@ def test_a_planted_nanosecond_is_a_closure_error(make_run: MakeRun, balanced_ste
 
     assert summarise(make_run(balanced_steps, name="gap", change=gap))["closure_error_ns"] == 1
 
+    def overlap(lines: list[dict[str, Any]]) -> None:  # no time is lost in the sum, but one step holds too much
+        lines[3]["start_ns"][1] += 2
+
+    assert summarise(make_run(balanced_steps, name="overlap", change=overlap))["closure_error_ns"] == 2
+
 
 def test_a_lost_line_is_a_note_and_no_closure_error(make_run: MakeRun, balanced_steps: Steps) -> None:
     def lose(lines: list[dict[str, Any]]) -> None:
@@ -188,6 +193,10 @@ def test_tokens_are_divided_by_the_slowest_ranks_time(make_run: MakeRun) -> None
         [{"forward/running": 200.0}, {"forward/running": 100.0}],
     ]
     assert summarise(make_run(turns, name="turns"))["tokens_per_s_global"] == pytest.approx(2000 / 0.3)
+
+    # A rank that is gone says nothing about the run's whole time, however slow it was.
+    gone: Steps = [[{"forward/running": 100.0}, {"forward/running": 900.0}], [{"forward/running": 100.0}, None]]
+    assert summarise(make_run(gone, name="gone"))["tokens_per_s_global"] == pytest.approx(2000 / 0.2)
 
 
 def test_a_rank_that_is_gone_is_left_out_and_not_zero(make_run: MakeRun) -> None:
@@ -275,8 +284,12 @@ def test_notes_say_what_to_know_first(make_run: MakeRun, balanced_steps: Steps) 
 
 
 def test_without_a_measured_step_there_is_no_summary(make_run: MakeRun, balanced_steps: Steps) -> None:
-    with pytest.raises(UserError, match="has no complete step yet$"):
+    with pytest.raises(UserError, match=r"has no complete step yet$"):
         summarise(make_run([], name="none"))
+    failed = make_run([], name="failed", status="failed")
+    failed.facts["status_reason"] = "KeyError:\n 'x'"
+    with pytest.raises(UserError, match=r"has no complete step yet; it failed: KeyError: 'x'$"):
+        summarise(failed)
     with pytest.raises(UserError, match=r"no measured step yet: its 6 steps are skipped \(warm-up\)"):
         summarise(make_run(balanced_steps, skipped=9, name="warm-up"))
     with pytest.raises(UserError, match=r"no complete step yet \(6 lines of it are damaged\)"):

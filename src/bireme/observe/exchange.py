@@ -242,15 +242,23 @@ def _notable_pauses(observation: Observation, rank: int) -> list[dict[str, Any]]
     ]
 
 
+def _number(value: Any) -> float | None:
+    """A number or scalar tensor as a float; None for anything else, which is no reason to stop measuring."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
 def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[str, Any]:
     """What one rank tells rank 0 about one step."""
-    loss_sum = None if observation.loss_sum is None else float(observation.loss_sum)
+    loss_sum = _number(observation.loss_sum)
     return {
         "step": observation.step,
         "skipped": observation.skipped,
         "tokens": observation.tokens,
         "loss": None if loss_sum is None else [loss_sum, observation.loss_count],
-        "facts": {name: float(value) for name, value in observation.facts.items()},
+        "facts": {name: _number(value) for name, value in observation.facts.items()},
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
         "cells_ns": [cell for row in account.cells for cell in row],
@@ -290,11 +298,11 @@ def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
         losses = [step["loss"] for step in each if step["loss"] is not None]
         weights = [1 if count is None else count for _, count in losses]
         line: dict[str, Any] = {
+            **first["facts"],  # first: what was measured is not to be overwritten
             "step": first["step"],
             "skipped": next((step["skipped"] for step in each if step["skipped"]), None),
             "loss": sum(total for total, _ in losses) / sum(weights) if losses and sum(weights) else None,
             "tokens": sum(step["tokens"] for step in each),
-            **first["facts"],
         }
         for name in _PER_RANK:
             line[name] = [step[name] for step in each]

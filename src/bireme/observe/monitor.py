@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import statistics
 import threading
@@ -137,10 +138,10 @@ class Monitor:
         self._observation.tokens = tokens
         return Step(self, self._observation)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: str, /, **fields: Any) -> None:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
         if self._writer is not None:
-            self._write(lambda writer: writer.event(kind, **fields))
+            self._write(lambda writer: writer.event(event, **fields))
 
     def _end_step(self) -> None:
         observation = self._observation
@@ -214,6 +215,9 @@ class Monitor:
 
     def _deliver(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
         self._write(lambda writer: writer.steps(lines))
+        for line in lines:
+            if line["loss"] is not None and not math.isfinite(line["loss"]):
+                log.warning("the loss is not finite: %s in step %d", line["loss"], line["step"])
         for event in events:
             fields = {name: value for name, value in event.items() if name != "event"}
             self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]

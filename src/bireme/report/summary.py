@@ -85,7 +85,8 @@ def measured_steps(run: Run, keep: StepFilter | None = None) -> list[Step]:
     complete = [step for step in run.steps if present_ranks(step)]
     if not complete:
         damaged = f" ({run.damaged_lines} lines of it are damaged)" if run.damaged_lines else ""
-        raise UserError(f"run {run.directory} has no complete step yet{damaged}")
+        ended = f"; it {_how_it_ended(run)}" if run.facts["status"] not in ("running", "finished") else ""
+        raise UserError(f"run {run.directory} has no complete step yet{damaged}{ended}")
     measured = [step for step in complete if step["skipped"] is None]
     if not measured:
         reasons = ", ".join(sorted({step["skipped"] for step in complete}))
@@ -132,7 +133,6 @@ def closure_error_ns(run: Run) -> int:
         last_step: int | None = None
         for step in run.steps:
             if step["start_ns"][rank] is None:
-                last_step = None
                 continue
             start_ns, end_ns, here_ns = step["start_ns"][rank], step["end_ns"][rank], sum(step["cells_ns"][rank])
             if last_step is None or step["step"] != last_step + 1:
@@ -320,14 +320,20 @@ def _cores(run: Run, rank: int) -> int:
     return 1
 
 
+def _how_it_ended(run: Run) -> str:
+    """`failed: why`, in one line."""
+    status, reason = run.facts["status"], " ".join((run.facts.get("status_reason") or "").split())
+    return f"{'was ' if status == 'interrupted' else ''}{status}" + (f": {reason}" if reason else "")
+
+
 def _notes(run: Run) -> list[str]:
     """What a reader has to know before believing the numbers."""
     notes = []
-    status, reason = run.facts["status"], run.facts.get("status_reason")
+    status = run.facts["status"]
     if status == "running":
         notes.append(f"the run is not finished, or was killed: {len(run.steps)} steps so far")
     elif status != "finished":
-        notes.append(f"the run {'was ' if status == 'interrupted' else ''}{status}" + (f": {reason}" if reason else ""))
+        notes.append(f"the run {_how_it_ended(run)}")
     notes += [f"{capability} not observed: {why}" for capability, why in sorted(run.missing.items())]
     if run.damaged_lines:
         notes.append(f"{run.damaged_lines} damaged lines of the record were left out")
