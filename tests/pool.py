@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 _START_S = 120.0
 _STRAY_S = 10.0  # how long the other ranks may go on after one has failed, and how long leaving a group may take
+# The first optimizer step imports dynamo (and that sympy and triton): seconds, on every rank at once.
+_PRELOAD = ["torch._dynamo", "torch.distributed.device_mesh", "pytest", "bireme.train"]
 _LOOPBACK = "lo"
 _LEAVE = b"leave"
 _DONE = pickle.dumps((None, None))
@@ -37,7 +39,7 @@ class RankPool:
 
     def __init__(self, max_ranks: int = 4):
         self.max_ranks = max_ranks
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="bireme-ranks-")
         self._calls = 0
 
@@ -71,7 +73,9 @@ class RankPool:
         self._ranks.clear()
 
     def _start(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a fresh process of one thread that has imported what is slow to import.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
         first = len(self._ranks)
         while len(self._ranks) < size:
             here, there = context.Pipe()

@@ -151,22 +151,27 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def join(device: str = "cpu", timeout_s: float = JOIN_TIMEOUT_S) -> World:
+def join(device: str = "cpu") -> World:
     """Makes the process group: gloo on CPU, NCCL beside it on GPUs. Also for one process without a launcher.
 
-    UserError, naming the address and the missing ranks, when the ranks do not find each other in `timeout_s`.
+    UserError, naming the address and the missing ranks, when the ranks do not find each other in JOIN_TIMEOUT_S.
     """
     launch = Launch.from_environment(os.environ)
     chosen = torch.device(f"cuda:{launch.local_rank}" if device == "cuda" else device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything else touches a GPU: it would land on GPU 0
-    store = _meet(launch, timeout_s)
+    store = _meet(launch, JOIN_TIMEOUT_S)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=launch.rank, world_size=launch.size
     )
+    return introduce(launch.local_rank, chosen)
+
+
+def introduce(local_rank: int, device: torch.device) -> World:
+    """The world of a process group that is there already: every rank says who and where it is."""
     channel = Channel()
-    ranks, nodes = topology(channel.all_gather(_identity(launch, chosen)))
-    return World(launch.rank, launch.size, launch.local_rank, chosen, channel, ranks, nodes)
+    ranks, nodes = topology(channel.all_gather(_identity(local_rank, device)))
+    return World(channel.rank, channel.size, local_rank, device, channel, ranks, nodes)
 
 
 def _meet(launch: Launch, timeout_s: float) -> Any:
@@ -224,7 +229,7 @@ def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_
                 log.info("rank %d waits for %s at %s", launch.rank, name_ranks(missing), where)
 
 
-def _identity(launch: Launch, device: torch.device) -> dict[str, Any]:
+def _identity(local_rank: int, device: torch.device) -> dict[str, Any]:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -233,7 +238,7 @@ def _identity(launch: Launch, device: torch.device) -> dict[str, Any]:
         "node": os.environ.get("BIREME_NODE") or socket.gethostname(),
         "host": socket.gethostname(),
         "boot_id": boot_id,
-        "local_rank": launch.local_rank,
+        "local_rank": local_rank,
         "pid": os.getpid(),
         "cores": usable_cores(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
