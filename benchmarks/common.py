@@ -87,7 +87,7 @@ def _start_ranks() -> int:
                 if rank.poll() is None:
                     rank.terminate()
                 rank.wait()
-    return max(abs(rank.returncode) for rank in ranks)
+    return max(abs(int(rank.returncode)) for rank in ranks)
 
 
 # --- the work ----------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def train_config(world: World, steps: int) -> TrainConfig:
         config = replace(config, global_batch_size=sequences * world.size)
         costs.append(max(world.channel.all_gather(_step_cpu_ms(config, world))))
     per_sequence = max(0.1, (costs[1] - costs[0]) / 8)
-    sequences = max(1, round((STEP_MS - costs[0]) / per_sequence) + 1)
+    sequences = max(1, 1 + round((STEP_MS - costs[0]) / per_sequence))
     return replace(config, global_batch_size=sequences * world.size)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -180,30 +181,25 @@ def _meet(launch: Launch, timeout_s: float) -> Any:
         return dist.HashStore()
     deadline = time.monotonic() + timeout_s
     where = f"{launch.master_address}:{launch.master_port}"
-    while True:
-        try:
-            store = dist.TCPStore(
-                launch.master_address,
-                launch.master_port,
-                launch.size,
-                is_master=launch.rank == 0 and not launch.agent_store,
-                timeout=timedelta(seconds=_SAY_AFTER_S),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            break
-        except (RuntimeError, ValueError) as error:
-            if "in use" in str(error).lower() or "EADDRINUSE" in str(error):
-                raise UserError(
-                    f"port {launch.master_port} on {launch.master_address} is in use: choose another MASTER_PORT"
-                ) from None
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank {launch.rank} cannot reach rank 0 at {where} in {timeout_s:.0f} s: "
-                    "check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
-                ) from None
-            log.info("rank %d waits for rank 0 at %s", launch.rank, where)
-            time.sleep(0.2)
+    hosts_store = launch.rank == 0 and not launch.agent_store
+    if not hosts_store:
+        _await_listener(launch, where, deadline, timeout_s)
+    try:
+        store = dist.TCPStore(
+            launch.master_address,
+            launch.master_port,
+            launch.size,
+            is_master=hosts_store,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise UserError(
+                f"port {launch.master_port} on {launch.master_address} is in use: choose another MASTER_PORT"
+            ) from None
+        raise UserError(f"rank {launch.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from None
     # One attempt of a restarted job must not see the keys of the one before.
     prefixed = dist.PrefixStore(f"bireme/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     _roll_call(prefixed, launch, where, deadline, timeout_s)
@@ -211,22 +207,46 @@ def _meet(launch: Launch, timeout_s: float) -> Any:
     return prefixed
 
 
-def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
-    store.set(f"here/{launch.rank}", socket.gethostname())
-    missing = list(range(launch.size))
-    while missing:
+def _await_listener(launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
+    """Waits until somebody listens at the meeting point. (The store's own client retries with pages of C++ frames.)"""
+    say_at = time.monotonic() + _SAY_AFTER_S
+    while True:
         try:
-            store.wait([f"here/{rank}" for rank in missing], timedelta(seconds=_SAY_AFTER_S))
+            socket.create_connection((launch.master_address, launch.master_port), timeout=_SAY_AFTER_S).close()
             return
-        except RuntimeError:
-            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-            if missing and time.monotonic() > deadline:
+        except OSError as error:
+            now = time.monotonic()
+            if now > deadline:
                 raise UserError(
-                    f"{name_ranks(missing)} of {launch.size} did not come to {where} in {timeout_s:.0f} s: "
-                    "was every rank started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT?"
+                    f"rank {launch.rank} cannot reach rank 0 at {where} in {timeout_s:.0f} s ({error}): "
+                    "check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
                 ) from None
-            if missing:
-                log.info("rank %d waits for %s at %s", launch.rank, name_ranks(missing), where)
+            if now > say_at:
+                say_at = now + _SAY_AFTER_S
+                print(f"rank {launch.rank} waits for rank 0 at {where} ({error})", file=sys.stderr)
+        time.sleep(0.1)
+
+
+def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
+    """Waits until every rank has come: by a counter, so that only a missing rank costs a question for each rank."""
+    store.set(f"here/{launch.rank}", "")
+    arrived = store.add("arrived", 1)
+    say_at = time.monotonic() + _SAY_AFTER_S
+    pause_s = 0.01
+    while arrived < launch.size:
+        now = time.monotonic()
+        if now > min(deadline, say_at):
+            missing = name_ranks([rank for rank in range(launch.size) if not store.check([f"here/{rank}"])])
+            if now > deadline:
+                raise UserError(
+                    f"{missing} of {launch.size} did not come to {where} in {timeout_s:.0f} s: "
+                    "was every rank started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT?"
+                )
+            say_at = now + _SAY_AFTER_S
+            print(f"rank {launch.rank} waits for {missing} at {where}", file=sys.stderr)
+        time.sleep(pause_s)
+        pause_s = min(0.5, pause_s * 1.3)
+        arrived = store.add("arrived", 0)
 
 
 def _identity(local_rank: int, device: torch.device) -> dict[str, Any]:

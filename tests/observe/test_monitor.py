@@ -1,5 +1,4 @@
 import gc
-import json
 import logging
 import os
 import shutil
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -98,22 +97,17 @@ def train(
 
 
 def train_step(replicas: Any, optimizer: Any, batch: Any, forward_s: float, monitor: Monitor | None = None) -> float:
-    with monitor.phase("forward") if monitor else contextmanager_of_nothing():
+    with monitor.phase("forward") if monitor else nullcontext():
         if forward_s:
             time.sleep(forward_s)
         loss = (replicas.model(batch) - batch).square().mean()
-    with monitor.phase("backward") if monitor else contextmanager_of_nothing():
+    with monitor.phase("backward") if monitor else nullcontext():
         loss.backward()
         replicas.reduce()
-    with monitor.phase("optimizer") if monitor else contextmanager_of_nothing():
+    with monitor.phase("optimizer") if monitor else nullcontext():
         optimizer.step()
         replicas.zero()
     return float(loss.detach())
-
-
-@contextmanager
-def contextmanager_of_nothing() -> Iterator[None]:
-    yield
 
 
 def train_observed(
@@ -188,7 +182,6 @@ def test_flat_reduction_is_one_matched_all_reduce_a_step(ranks: Ranks, tmp_path:
         assert line["unmatched"] == [0, 0]
         assert line["tokens"] == 32
         assert uses(line, 0) == uses(line, 1) == [(0, "all_reduce", 1, gradient_bytes)]
-        assert line["hidden_ns"] == [0, 0] or max(line["hidden_ns"]) < line["end_ns"][0] - line["start_ns"][0]
     losses = [statistics.fmean(pair) for pair in zip(known[0]["losses"], known[1]["losses"], strict=True)]
     assert [line["loss"] for line in run.steps] == pytest.approx(losses)
     assert known[0]["said"] == known[1]["said"] == []
@@ -439,6 +432,22 @@ def test_who_receives_waits_for_who_sends(ranks: Ranks, tmp_path: Path) -> None:
     assert median_cell(run, 0, "forward", "blocked") >= 0.9 * SLEEP_NS
 
 
+def train_without_hooks(rank: int, size: int, directory: Path) -> list[str]:
+    with patch("bireme.observe.monitor.hooks_missing", return_value="this PyTorch is old"):
+        return list(train_observed(rank, size, directory, True)["said"])
+
+
+def test_states_are_known_without_hooks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, train_without_hooks, tmp_path / "run") == [[], []]
+    run = read_run(tmp_path / "run")
+    check_closure(run, 2, 8)
+    assert run.facts["groups"] == [] and run.missing == {"collectives": "this PyTorch is old"}
+    for line in run.steps:
+        assert line["collectives"] == [[], []] and line["unmatched"] == [0, 0]
+        for rank in range(2):
+            assert all(cell(line, rank, phase, state) == 0 for phase in PHASES for state in ("transfer", "wait"))
+
+
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
@@ -482,6 +491,22 @@ def test_each_group_of_a_mesh_is_observed_by_its_members(ranks: Ranks, tmp_path:
             seen = {tuple(table[group]): (count, size) for group, _, count, size in uses(line, rank)}
             shard, replicate = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
             assert seen == {shard: (1, 8), replicate: (1, 16), (0, 1, 2, 3): (1, 32)}
+
+
+def share_channel(rank: int, size: int, directory: Path) -> list[list[int]]:
+    channel = Channel()
+    with Monitor(directory, facts=facts_of(size), channel=channel) as monitor:
+        assert monitor._channel is channel
+        for _ in range(2):
+            with monitor.step():
+                dist.all_reduce(torch.ones(1))
+    channel.all_gather(None)
+    return [group["ranks"] for group in read_run(directory).facts["groups"]]
+
+
+def test_a_shared_channel_is_not_observed(ranks: Ranks, tmp_path: Path) -> None:
+    for groups in ranks(2, share_channel, tmp_path / "run"):
+        assert groups == ([[0, 1]] if hooks_missing() is None else [])
 
 
 # --- never in the way --------------------------------------------------------------------------------------------
@@ -604,7 +629,7 @@ def test_the_end_of_a_run_is_in_its_record(tmp_path: Path) -> None:
         shutil.rmtree(directory)
 
 
-def test_a_lost_directory_does_not_end_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_directory_does_not_end_training(tmp_path: Path) -> None:
     with heard() as messages, Monitor(tmp_path / "run", facts=facts_of(1), exchange_every=1) as monitor:
         shutil.rmtree(tmp_path / "run")
         for _ in range(5):
@@ -663,7 +688,7 @@ def test_losing_a_rank_ends_both_processes(tmp_path: Path) -> None:
     assert [line["step"] for line in run.steps] == list(range(1, len(run.steps) + 1))
     assert 3 <= len(run.steps) <= 5  # at most the last window is lost
     reasons = [event["reason"] for event in run.events if event["event"] == "status"]
-    assert reasons == [run.facts["status_reason"]] and json.dumps(reasons)
+    assert reasons == [run.facts["status_reason"]]
 
 
 # --- garbage -----------------------------------------------------------------------------------------------------
@@ -683,9 +708,6 @@ def test_a_long_collection_is_an_event(tmp_path: Path) -> None:
     pauses = [event for event in run.events if event["event"] == "gc_pause" and event["generation"] == 2]
     assert [(each["rank"], each["step"], each["phase"]) for each in pauses] == [(0, 1, "optimizer")]
     assert 1.0 <= pauses[0]["ms"] <= run.steps[0]["gc_ns"][0] / 1e6 + 0.001
-
-
-# --- cost --------------------------------------------------------------------------------------------------------
 
 
 def functional_reduce_scatters(rank: int, size: int, directory: Path) -> int:
@@ -708,19 +730,3 @@ def functional_reduce_scatters(rank: int, size: int, directory: Path) -> int:
 )
 def test_works_whose_finish_is_not_seen_are_let_go(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, functional_reduce_scatters, tmp_path / "run") == [0, 0]
-
-
-def test_a_shared_channel_is_not_observed(ranks: Ranks, tmp_path: Path) -> None:
-    for groups in ranks(2, share_channel, tmp_path / "run"):
-        assert groups == ([[0, 1]] if hooks_missing() is None else [])
-
-
-def share_channel(rank: int, size: int, directory: Path) -> list[list[int]]:
-    channel = Channel()
-    with Monitor(directory, facts=facts_of(size), channel=channel) as monitor:
-        assert monitor._channel is channel
-        for _ in range(2):
-            with monitor.step():
-                dist.all_reduce(torch.ones(1))
-    channel.all_gather(None)
-    return [group["ranks"] for group in read_run(directory).facts["groups"]]

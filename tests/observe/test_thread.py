@@ -1,5 +1,7 @@
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +41,7 @@ def test_a_busy_thread_runs_or_waits_for_a_core(clock: ThreadClock) -> None:
     wall_ns, cpu_ns, run_delay_ns = stretch(clock, lambda: busy(0.2))
     assert cpu_ns >= 195e6
     # On an idle machine nothing else is left; a hypervisor may take the core without telling.
-    assert 0 <= wall_ns - cpu_ns - run_delay_ns + 2_000_000
+    assert cpu_ns + run_delay_ns <= wall_ns + 2_000_000
     assert cpu_ns + run_delay_ns >= 0.5 * wall_ns
 
 
@@ -54,28 +56,17 @@ def test_a_sleeping_thread_does_neither(clock: ThreadClock) -> None:
 @schedstat
 def test_two_busy_threads_on_one_core_wait_for_each_other(clock: ThreadClock) -> None:
     cores = os.sched_getaffinity(0)
-    stop = threading.Event()
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:  # another process: threads of this one would share the interpreter's lock
+    core = min(cores)
+    code = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as neighbour:
         try:
-            os.sched_setaffinity(0, {min(cores)})
-            os.write(write_end, b"!")
-            while True:
-                pass
+            assert neighbour.stdout is not None
+            neighbour.stdout.readline()
+            os.sched_setaffinity(0, {core})
+            wall_ns, cpu_ns, run_delay_ns = stretch(clock, lambda: busy(0.2))
         finally:
-            os._exit(0)
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        os.read(read_end, 1)
-        wall_ns, cpu_ns, run_delay_ns = stretch(clock, lambda: busy(0.2))
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        os.sched_setaffinity(0, cores)
-        os.close(read_end)
-        os.close(write_end)
-        stop.set()
+            os.sched_setaffinity(0, cores)
+            neighbour.kill()
     assert run_delay_ns >= 0.25 * wall_ns
     assert cpu_ns + run_delay_ns >= 0.7 * wall_ns
 
