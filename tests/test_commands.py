@@ -112,7 +112,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
             monkeypatch.setenv(name, value)
         assert cli.run(cli.app, arguments) == 2
         captured = capsys.readouterr()
-        lines = captured.err.strip().splitlines()
+        lines = [line for line in captured.err.splitlines() if " waits for " not in line]
         assert len(lines) == 1, captured.err
         assert not (tmp_path / "runs").exists(), "nothing half-written"
         return lines[0]
