@@ -27,12 +27,12 @@ else:
     import common
 
 ARMS = ("off", "on", "planted")
-TRAINING_STEPS = 10  # a block
+TRAINING_STEPS = 20  # a block
 EMPTY_STEPS = 300
 COLLECTIVES = 8
 PLANTED_NS = 1_000_000
 
-Blocks = dict[str, list[float]]  # by arm: CPU time a step, mean over the ranks, of each block
+Blocks = dict[str, list[float]]  # by arm: nanoseconds a step, mean over the ranks, of each block
 
 
 class Arms:
@@ -41,7 +41,8 @@ class Arms:
     def __init__(self, world: World, scratch: Path, name: str):
         self.world = world
         self.scratch = scratch / name
-        self.costs: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        self.costs: Blocks = {arm: [] for arm in ARMS}
+        self.yardsticks: Blocks = {arm: [] for arm in ARMS}
         self.directories: list[Path] = []
 
     def turns(self, pairs: int) -> Iterator[tuple[str, Monitor | None]]:
@@ -58,9 +59,9 @@ class Arms:
                         self.directories.append(directory)
                 yield arm, monitor
 
-    def blocks(self) -> Blocks:
-        """What a step cost, mean over the ranks."""
-        gathered = self.world.channel.all_gather(self.costs)
+    def mean(self, costs: Blocks) -> Blocks:
+        """The mean over the ranks, on every rank."""
+        gathered = self.world.channel.all_gather(costs)
         return {arm: [statistics.fmean(each) for each in zip(*(g[arm] for g in gathered), strict=True)] for arm in ARMS}
 
 
@@ -74,9 +75,11 @@ def work(duration_ns: int) -> None:
 def training(trainer: Trainer, pairs: int, scratch: Path) -> Arms:
     """Steps of about 200 ms. CPU time of the whole process, with the background thread and the Monitor's close."""
     arms = Arms(trainer.world, scratch, "training")
+    yardstick = common.Yardstick(trainer.module)
     for arm, monitor in arms.turns(pairs):
         planted_ns = PLANTED_NS if arm == "planted" else 0
         observed: Any = monitor or common.UNOBSERVED
+        yardstick.take()
         start_ns = time.process_time_ns()
         with observed:
             for number in range(1, TRAINING_STEPS + 1):
@@ -84,6 +87,7 @@ def training(trainer: Trainer, pairs: int, scratch: Path) -> Arms:
                     trainer.train_step(number, observed, step)
                     work(planted_ns)
         arms.costs[arm].append((time.process_time_ns() - start_ns) / TRAINING_STEPS)
+        arms.yardsticks[arm].append(yardstick.take() / TRAINING_STEPS)
     return arms
 
 
@@ -119,65 +123,88 @@ def empty(world: World, collectives: int, pairs: int, scratch: Path) -> Arms:
     return arms
 
 
-def differences(blocks: Blocks, arm: str, other: str, unit_ns: float) -> list[float]:
-    return [(a - b) / unit_ns for a, b in zip(blocks[arm], blocks[other], strict=True)]
+def ratios(blocks: Blocks, arm: str, other: str) -> list[float]:
+    return [a / b for a, b in zip(blocks[arm], blocks[other], strict=True)]
 
 
-def planted(what: str, unit: str, unit_ns: float, blocks: Blocks) -> common.Result:
+def differences(blocks: Blocks, arm: str, other: str) -> list[float]:
+    return [a - b for a, b in zip(blocks[arm], blocks[other], strict=True)]
+
+
+def planted(what: str, unit: str, unit_ns: float, on_off_ns: list[float], planted_on_ns: list[float]) -> common.Result:
     """The planted work as the benchmark sees it; VISIBLE when no noise of the comparison on - off could be it."""
-    noise = common.spread(differences(blocks, "on", "off", unit_ns))
-    seen = common.spread(differences(blocks, "planted", "on", unit_ns))
-    visible = seen.low > max(0.0, noise.half_width)
-    return common.Result(what, unit, seen, 2 if unit == "ms" else 1, note="VISIBLE" if visible else "not visible")
+    noise = common.spread([each / unit_ns for each in on_off_ns])
+    seen = common.spread([each / unit_ns for each in planted_on_ns])
+    note = "VISIBLE" if seen.low > noise.half_width else "not visible"
+    return common.Result(what, unit, seen, 2 if unit == "ms" else 1, note=note)
 
 
-def measure(world: World, pairs: int, scratch: Path) -> bool:
+def measure(world: World, pairs: int, scratch: Path) -> int:
     trainer = Trainer(common.train_config(world, steps=1000), world)
     trainer.build()
     for number in range(1, 4):
         trainer.train_step(number, common.UNOBSERVED, common.UNOBSERVED)
-    steps = training(trainer, pairs, scratch)
-    fewer = max(2, pairs // 2)  # these agree with each other much better
-    bare = empty(world, 0, fewer, scratch)
-    reducing = empty(world, COLLECTIVES, fewer, scratch)
-    steps_ns, bare_ns, reducing_ns = steps.blocks(), bare.blocks(), reducing.blocks()
+    training_arms = training(trainer, pairs, scratch)
+    empty_arms, reducing_arms = (empty(world, collectives, pairs, scratch) for collectives in (0, COLLECTIVES))
+    steps_ns = training_arms.mean(training_arms.costs)
+    forward_ns = training_arms.mean(training_arms.yardsticks)
+    empty_ns, reducing_ns = empty_arms.mean(empty_arms.costs), reducing_arms.mean(reducing_arms.costs)
     if world.rank:
-        return True
+        return 0
 
-    claimed = [own_account_ns(directory) / 1e6 for directory in steps.directories]
-    ratios = [on / off for on, off in zip(steps_ns["on"], steps_ns["off"], strict=True)]
-    per_step = differences(bare_ns, "on", "off", 1e3)
-    per_collective = [
-        (with_them - without) / COLLECTIVES
-        for with_them, without in zip(differences(reducing_ns, "on", "off", 1e3), per_step, strict=True)
+    # In units of the block's own forward passes, brought back to what a step takes without a monitor.
+    step_ns = statistics.median(steps_ns["off"])
+    forwards = {
+        arm: [step / forward for step, forward in zip(steps_ns[arm], forward_ns[arm], strict=True)] for arm in ARMS
+    }
+    on_off = ratios(forwards, "on", "off")
+    on_off_ns = [(ratio - 1) * step_ns for ratio in on_off]
+    planted_on_ns = [(ratio - 1) * step_ns for ratio in ratios(forwards, "planted", "on")]
+    claimed_ms = [own_account_ns(directory) / 1e6 for directory in training_arms.directories]
+    per_step_us = [each / 1e3 for each in differences(empty_ns, "on", "off")]
+    per_collective_us = [
+        (each / 1e3 - step_us) / COLLECTIVES
+        for each, step_us in zip(differences(reducing_ns, "on", "off"), per_step_us, strict=True)
     ]
     results = [
-        common.Result("training step: process CPU, on / off", "", common.spread(ratios), 4, most=1.01),
-        common.Result(
-            "training step: process CPU, on - off", "ms", common.spread(differences(steps_ns, "on", "off", 1e6)), 2
-        ),
-        common.Result("training step: what the monitor itself says it cost", "ms", common.spread(claimed), 2),
-        planted("training step: 1 ms planted", "ms", 1e6, steps_ns),
-        common.Result("empty step, four phases: thread CPU, on - off", "us", common.spread(per_step), 1, most=100.0),
-        planted("empty step, four phases: 1000 us planted", "us", 1e3, bare_ns),
-        common.Result(
-            f"a collective, of {COLLECTIVES} in an empty step: thread CPU, on - off",
+        common.Result("training step: CPU on / off", "", common.spread(ratios(steps_ns, "on", "off")), 4),
+        common.Result("the same in units of the forward pass", "", common.spread(on_off), 4, most=1.01),
+        common.Result("  on - off", "ms", common.spread([each / 1e6 for each in on_off_ns]), 2),
+        planted("  1 ms planted: planted - on", "ms", 1e6, on_off_ns, planted_on_ns),
+        common.Result("the monitor's own account (overhead_ns)", "ms", common.spread(claimed_ms), 2),
+        common.Result("empty step, 4 phases: on - off", "us", common.spread(per_step_us), 1, most=100.0),
+        planted(
+            "  1000 us planted: planted - on",
             "us",
-            common.spread(per_collective),
+            1e3,
+            differences(empty_ns, "on", "off"),
+            differences(empty_ns, "planted", "on"),
+        ),
+        common.Result(
+            f"a collective, {COLLECTIVES} in an empty step: on - off",
+            "us",
+            common.spread(per_collective_us),
             1,
             most=40.0,
         ),
-        planted(f"empty step with {COLLECTIVES} collectives: 1000 us planted", "us", 1e3, reducing_ns),
+        planted(
+            "  1000 us planted: planted - on",
+            "us",
+            1e3,
+            differences(reducing_ns, "on", "off"),
+            differences(reducing_ns, "planted", "on"),
+        ),
     ]
-    step_ms = statistics.median(steps_ns["off"]) / 1e6
     visible = all(result.note != "not visible" for result in results if result.unit == "us")
     return common.conclude(
         "overhead",
-        f"What observing costs: {world.size} ranks, a training step is {step_ms:.0f} ms of CPU on each",
+        f"What observing costs: {world.size} ranks, a training step is {step_ns / 1e6:.0f} ms of CPU on each",
         results,
         {
             "global_batch_size": trainer.config.global_batch_size,
-            "cpu_ns_per_step": {"training": steps_ns, "empty": bare_ns, f"empty-{COLLECTIVES}": reducing_ns},
+            "steps_per_block": {"training": TRAINING_STEPS, "empty": EMPTY_STEPS},
+            "cpu_ns_per_step": {"training": steps_ns, "empty": empty_ns, f"empty-{COLLECTIVES}": reducing_ns},
+            "forward_cpu_ns_per_step": forward_ns,
         },
         ok=visible,
     )
@@ -190,4 +217,4 @@ def own_account_ns(directory: Path) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(common.main("What observing costs.", pairs=24, quick_pairs=4, measure=measure))
+    raise SystemExit(common.main("What observing costs.", pairs=12, quick_pairs=3, measure=measure))

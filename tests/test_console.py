@@ -137,7 +137,6 @@ def test_closing_twice_is_harmless(console: Console, tmp_path: Path) -> None:
     assert not any(isinstance(handler, RankLog) for handler in handlers)
 
 
-@pytest.mark.xfail(strict=True, reason="RankLog.close leaves the loggers' level and `propagate` as it set them")
 def test_closing_gives_the_loggers_back(console: Console) -> None:
     loggers = [logging.getLogger(name) for name in ("bireme", "py.warnings")]
     before = [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
@@ -199,7 +198,6 @@ def test_the_remaining_time_is_from_the_median_step(console: Console) -> None:
     assert [line.rpartition("ETA ")[2] for line in shown(console)][-1] == "2:00:00"
 
 
-@pytest.mark.xfail(strict=True, reason="_duration takes the time of day: whole days are lost")
 def test_the_remaining_time_of_days(console: Console) -> None:
     printer = StepPrinter(console, 100_001, lambda rate: None)
     printer.show(record(1, [1000]))

@@ -541,7 +541,6 @@ def test_device_segments_are_busy_in_compute_phases_and_idle_elsewhere() -> None
     assert ledger.hidden_ns == 30 * MS
 
 
-@pytest.mark.xfail(strict=True, reason="_uses takes a finish at 0 ns for an unknown one (truth of a number)")
 def test_uses_with_a_finish_at_zero_on_the_clock() -> None:
     ledger = account(-100 * MS, 0, [segment(OTHER, -100, 0, 0)], [span(-50, 0, 20, waits_ms=[(-50, 0)])])
     assert ledger.uses == [GroupUse(0, "all_reduce", 1, 1000, 20 * MS, 30 * MS)]
@@ -583,7 +582,7 @@ def cases(unit_ns: int = US, overrun: int = 3) -> st.SearchStrategy[Case]:
     """Random steps whose times are multiples of `unit_ns`; waits end up to `overrun` units after the finish."""
     stretch = st.tuples(
         st.integers(0, len(PHASES) - 1),
-        st.integers(0, 20),
+        st.integers(0, 40),
         st.integers(-2 * unit_ns, 20 * unit_ns).map(lambda cpu_ns: None if cpu_ns < 0 else cpu_ns),
         st.integers(-9 * unit_ns, 9 * unit_ns).map(lambda run_delay_ns: max(0, run_delay_ns)),
     )
@@ -644,7 +643,7 @@ def cases(unit_ns: int = US, overrun: int = 3) -> st.SearchStrategy[Case]:
     return st.builds(
         build,
         st.integers(0, 50),
-        st.lists(stretch, min_size=2, max_size=6),
+        st.lists(stretch, min_size=2, max_size=5),
         st.lists(call, min_size=2, max_size=8),
     )
 

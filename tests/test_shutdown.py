@@ -116,7 +116,6 @@ def test_on_another_thread_it_does_nothing() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc")
-@pytest.mark.xfail(strict=True, reason="the two ends of the pipe are never closed")
 def test_no_descriptor_is_left_behind() -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
@@ -208,11 +207,8 @@ def test_a_rank_stuck_on_a_lock_saves_and_ends(stuck: dict[str, Future[Ended]]) 
     [
         pytest.param(
             "error",
-            marks=pytest.mark.xfail(strict=True, reason="an error in on_stuck ends the watcher, not the process"),
         ),
-        pytest.param(
-            "hang", marks=pytest.mark.xfail(strict=True, reason="on_stuck is called without a limit on its time")
-        ),
+        pytest.param("hang"),
     ],
 )
 def test_it_ends_whatever_saving_does(scenario: str, stuck: dict[str, Future[Ended]]) -> None:

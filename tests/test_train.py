@@ -18,7 +18,7 @@ from bireme.record import read_run
 from bireme.report.summary import summarise
 from bireme.sample import WEIGHTS_FILE, sample_run
 from bireme.train import train
-from bireme.world import introduce
+from bireme.world import here
 
 if TYPE_CHECKING:
     from tests.pool import RankPool
@@ -46,7 +46,7 @@ def run_trainer(
     os.environ.update(environment or {})
     try:
         with (directory.parent / f"{directory.name}-console-{rank}").open("w") as output:
-            world = introduce(rank, torch.device("cpu"))
+            world = here(rank, torch.device("cpu"))
             train(TrainConfig(**{**TINY, **fields, "run": str(directory)}), world, Console(file=output, width=200))
     finally:
         os.environ.clear()

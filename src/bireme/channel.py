@@ -10,6 +10,12 @@ import torch
 import torch.distributed as dist
 
 _POLL = timedelta(seconds=0.5)
+SIDE_GROUP = "bireme"  # description of the groups that Bireme makes for itself: they are not observed
+
+
+def new_side_group(ranks: list[int] | None = None) -> Any:
+    """A gloo group for messages that are not training's; collective over all ranks (None: of all ranks)."""
+    return dist.new_group(ranks, backend="gloo", group_desc=SIDE_GROUP)
 
 
 class PeerTimeout(RuntimeError):
@@ -30,7 +36,7 @@ class Channel:
         self.timeout_s = timeout_s
         self.give_up: Callable[[], bool] = lambda: False
         # The side group shares nothing with the training groups: it has its own sockets and worker threads.
-        self.group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+        self.group: Any = new_side_group() if self.size > 1 else None
 
     def wait(self, work: Any) -> None:
         """Waits for a collective in short turns, so that a rank whose peers are gone can leave."""
@@ -55,9 +61,7 @@ class Channel:
         """Everybody's bytes, by rank; on ranks other than 0 an empty list."""
         if self.size == 1:
             return [blob]
-        sizes = self._sizes(len(blob))
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        padded, sizes = self._padded(blob)
         parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
         self.wait(dist.gather(padded, parts, dst=0, group=self.group, async_op=True))
         return [part[:size].numpy().tobytes() for part, size in zip(parts or [], sizes, strict=False)]
@@ -67,14 +71,17 @@ class Channel:
         blob = orjson.dumps(message)
         if self.size == 1:
             return [orjson.loads(blob)]
-        sizes = self._sizes(len(blob))
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        padded, sizes = self._padded(blob)
         parts = [torch.empty_like(padded) for _ in sizes]
         self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [orjson.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def _sizes(self, size: int) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self.wait(dist.all_gather(sizes, torch.tensor([size]), group=self.group, async_op=True))
-        return [int(each) for each in sizes]
+    def _padded(self, blob: bytes) -> tuple[torch.Tensor, list[int]]:
+        """The bytes as a tensor as long as the longest, and how long everybody's are."""
+        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.wait(dist.all_gather(gathered, torch.tensor([len(blob)]), group=self.group, async_op=True))
+        sizes = [int(each) for each in gathered]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if blob:
+            padded[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        return padded, sizes

@@ -162,7 +162,7 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     except UserError as error:
         if not getattr(error, "shown_by_rank_0", False) or os.environ.get("RANK", "0") == "0":
             print(f"bireme: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt as stopped:
         return getattr(stopped, "exit_code", 130)
     except BrokenPipeError:  # `bireme report RUN | head`

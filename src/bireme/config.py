@@ -1,6 +1,7 @@
 """The trainer's configuration: one dataclass, filled from a TOML file and command-line overrides."""
 
 import math
+import sys
 import tomllib
 import types
 import typing
@@ -205,8 +206,8 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
         if typing.get_origin(choice) is dict and isinstance(value, dict):
             return value
         if choice is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise UserError(f"{name} is {value}: it must be finite")
+            if not abs(value) <= sys.float_info.max:  # also not for NaN, and for whole numbers beyond every float
+                raise UserError(f"{name} is {str(value)[:20]}: it must be finite")
             return float(value)
         if choice is int and isinstance(value, int) and not isinstance(value, bool):
             return value

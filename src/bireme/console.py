@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +36,7 @@ class RankLog(logging.Handler):
         self._stderr = -1
         logging.captureWarnings(True)
         self._loggers = [logging.getLogger("bireme"), logging.getLogger("py.warnings")]
+        self._before = [(logger.level, logger.propagate) for logger in self._loggers]
         for logger in self._loggers:
             logger.addHandler(self)
             logger.setLevel(logging.INFO)
@@ -83,8 +83,10 @@ class RankLog(logging.Handler):
 
     def close(self) -> None:
         """Gives standard error back; warnings that never reached rank 0's console are shown there."""
-        for logger in self._loggers:
+        for logger, (level, propagate) in zip(self._loggers, self._before, strict=True):
             logger.removeHandler(self)
+            logger.setLevel(level)
+            logger.propagate = propagate
         logging.captureWarnings(False)
         if self._stderr >= 0:
             sys.stderr.flush()
@@ -156,4 +158,6 @@ class StepPrinter:
 
 
 def _duration(seconds: float) -> str:
-    return time.strftime("%-H:%M:%S" if seconds >= 3600 else "%-M:%S", time.gmtime(seconds))
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

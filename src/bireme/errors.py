@@ -4,6 +4,8 @@
 class UserError(Exception):
     """What is wrong, which field, file or rank it concerns, and what to do about it; in one line."""
 
+    exit_code = 2
+
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """``" (did you mean 'x'?)"`` for the closest known word, or an empty string when nothing is close."""

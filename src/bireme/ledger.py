@@ -57,6 +57,7 @@ class Span:
     origin: str = EAGER
     side: int = -1  # root or peer rank of an operation that has one: its sides take different times
     step: int = 0  # the step it was issued in
+    seen: bool = True  # False: its finish will never be known
     waits: list[Interval] = field(default_factory=list)  # when the training thread waited for it in Python
     duration_ns: int | None = None  # own duration, see QueueClock
     transfer_ns: int | None = None
@@ -213,7 +214,7 @@ def _uses(spans: Iterable[Span]) -> list[GroupUse]:
     for (group, operation), members in sorted(by_kind.items()):
         known = [span for span in members if span.transfer_ns is not None]
         windows = union(_window(span) for span in known)
-        active = union((span.finish_ns - (span.duration_ns or 0), span.finish_ns) for span in known if span.finish_ns)
+        active = union((_flight(span)[1] - (span.duration_ns or 0), _flight(span)[1]) for span in known)
         transfer_ns = length(windows)
         uses.append(
             GroupUse(

@@ -67,6 +67,8 @@ class StopRequest:
         signal.set_wakeup_fd(self._previous_fd)
         self._left.set()
         os.write(self._pipe[1], b"\0")  # lets the watcher go
+        os.close(self._pipe[1])
+        self._pipe = None
 
     def _watch(self, read_end: int) -> None:
         number = 0
@@ -74,11 +76,16 @@ class StopRequest:
             select.select([read_end], [], [])
             number = os.read(read_end, 1)[0]
             if self._left.is_set():
+                os.close(read_end)
                 return
         self._signal = self._signal or number
         started = time.monotonic()
         if not self._left.wait(STUCK_AFTER_S):
-            self.on_stuck(str(Interrupted(number)))
+            # In a thread of its own: whatever becomes of it, the process ends.
+            saver = threading.Thread(target=self.on_stuck, args=(str(Interrupted(number)),), daemon=True)
+            saver.start()
+            saver.join(max(0.0, started + END_AFTER_S - time.monotonic()))
         self._left.wait(max(0.0, started + END_AFTER_S - time.monotonic()))
         if not self._left.is_set():
             os._exit(128 + number)
+        os.close(read_end)

@@ -7,8 +7,8 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,10 @@ def run_training(load: Callable[[], TrainConfig]) -> tuple[Path, World]:
     console = Console(highlight=False, soft_wrap=True)
     world = join("cuda" if cuda else "cpu")
     try:
-        world.raise_together(problem)
-        assert config is not None
-        return train(config, world, console), world
+        with peer_lost_in_one_line(world):
+            world.raise_together(problem)
+            assert config is not None
+            return train(config, world, console), world
     finally:
         world.leave()
 
@@ -181,6 +182,20 @@ _LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|no answer from
 
 class PeerLost(UserError):
     """Training ended because another rank did; that rank says why."""
+
+    exit_code = 1
+
+
+@contextmanager
+def peer_lost_in_one_line(world: World, check_for_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Turns the backend's error about a closed connection into PeerLost, or into the stop that both were asked for."""
+    try:
+        yield
+    except RuntimeError as error:
+        check_for_stop()
+        if _LOST_PEER.search(str(error)):
+            raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left") from error
+        raise
 
 
 def train(config: TrainConfig, world: World, console: Console) -> Path:
@@ -232,13 +247,8 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
-            try:
+            with peer_lost_in_one_line(world, stop.check):
                 loop(trainer, monitor, stop.check)
-            except RuntimeError as error:
-                stop.check()  # asked to stop, like the rank that has left
-                if _LOST_PEER.search(str(error)):
-                    raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left") from error
-                raise
             if world.rank == 0:
                 save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
         return directory
@@ -276,11 +286,13 @@ def _set_threads(config: TrainConfig, world: World) -> None:
 def _peak(config: TrainConfig, world: World) -> dict[str, Any]:
     """What the devices could do: a datasheet's peak for a known GPU, a measured matrix multiplication on a CPU."""
     per_rank: float | None = None
-    source = "n/a"
+    source = "n/a: not measured"
     if world.device.type == "cuda":
         known = peak_flops_per_s(torch.cuda.get_device_name(world.device), "bfloat16")
         if known is not None:
             per_rank, source = known.flops_per_s, known.source
+        else:
+            source = "n/a: the device is not in the table of peaks"
     elif config.peak_seconds:
         world.channel.all_gather(None)  # all at once: ranks that share cores share the roof
         per_rank = measure_matmul_roof(config.peak_seconds)
@@ -290,7 +302,7 @@ def _peak(config: TrainConfig, world: World) -> dict[str, Any]:
     return {
         "flops_per_s": sum(gathered) if known_everywhere else None,
         "per_rank_flops_per_s": gathered,
-        "source": source if known_everywhere else "n/a: the device is not in the table of peaks",
+        "source": source,
     }
 
 

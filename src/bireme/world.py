@@ -165,14 +165,23 @@ def join(device: str = "cpu") -> World:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=launch.rank, world_size=launch.size
     )
-    return introduce(launch.local_rank, chosen)
+    return here(launch.local_rank, chosen)
 
 
-def introduce(local_rank: int, device: torch.device) -> World:
-    """The world of a process group that is there already: every rank says who and where it is."""
+def here(local_rank: int, device: torch.device) -> World:
+    """The world of a process group that is there already."""
     channel = Channel()
-    ranks, nodes = topology(channel.all_gather(_identity(local_rank, device)))
+    ranks, nodes = introduce(channel, local_rank, device)
     return World(channel.rank, channel.size, local_rank, device, channel, ranks, nodes)
+
+
+def introduce(
+    channel: Channel, local_rank: int | None = None, device: torch.device | None = None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every rank says who and where it is; collective. Returns ranks and nodes, the same everywhere."""
+    if local_rank is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return topology(channel.all_gather(_identity(local_rank, device or torch.device("cpu"))))
 
 
 def _meet(launch: Launch, timeout_s: float) -> Any:

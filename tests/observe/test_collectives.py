@@ -266,6 +266,20 @@ def test_closing_restores_what_was(ranks: Ranks) -> None:
         }
 
 
+def wait_while_closing(rank: int, size: int) -> float:
+    """As a thread does that has looked `Work.wait` up just before it is put back: the exchange's waits all the time."""
+    observer = CollectiveObserver({})
+    wait: Any = Work.wait
+    observer.close()
+    tensor = torch.ones(1)
+    wait(dist.all_reduce(tensor, async_op=True))
+    return float(tensor)
+
+
+def test_a_wait_that_is_under_way_survives_closing(ranks: Ranks) -> None:
+    assert ranks(2, wait_while_closing) == [2.0, 2.0]
+
+
 def users_hooks(rank: int, size: int) -> tuple[list[str], bool]:
     group = world_group()
     seen: list[str] = []

@@ -257,7 +257,6 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.xfail(strict=True, raises=UserError, reason="Monitor without facts writes no `nodes`: nothing can read it")
 def test_the_three_line_integration_can_be_read(tmp_path: Path) -> None:
     with Monitor(tmp_path / "run") as monitor, monitor.step():
         pass
@@ -397,10 +396,6 @@ def gather_and_scatter(rank: int, size: int, directory: Path) -> None:
 
 
 @needs_hooks
-@pytest.mark.xfail(
-    strict=True,
-    reason="gather and scatter: the root counts the whole tensor and the others their part, so the match keys differ",
-)
 def test_gather_and_scatter_are_matched(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, gather_and_scatter, tmp_path / "run")
     (line,) = read_run(tmp_path / "run").steps
@@ -525,7 +520,7 @@ def test_losses_are_the_same_bit_for_bit(overlap: bool, ranks: Ranks, tmp_path: 
 
 def train_with_broken_hooks(rank: int, size: int, directory: Path, target: str) -> dict[str, Any]:
     with patch(f"bireme.observe.collectives.{target}", side_effect=ZeroDivisionError("boo")) as broken:
-        known = train_observed(rank, size, directory, overlap="waited" not in target)
+        known = train_observed(rank, size, directory, overlap="_note_wait" not in target)
         assert broken.called
         return known
 
@@ -536,10 +531,7 @@ def train_with_broken_hooks(rank: int, size: int, directory: Path, target: str) 
     [
         "_origin",
         "CollectiveObserver._follow",
-        pytest.param(
-            "CollectiveObserver.waited",
-            marks=pytest.mark.xfail(strict=True, reason="_observed_wait calls `waited` unguarded"),
-        ),
+        "CollectiveObserver._note_wait",
     ],
 )
 def test_a_raising_hook_never_reaches_the_loop(target: str, ranks: Ranks, tmp_path: Path) -> None:
@@ -567,7 +559,6 @@ def test_two_monitors_one_after_the_other(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @needs_hooks
-@pytest.mark.xfail(strict=True, reason="the side group of an earlier monitor is taken for a group of the user's")
 def test_side_groups_of_an_earlier_monitor_are_not_observed(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, train_twice, tmp_path)
     assert [group["ranks"] for group in read_run(tmp_path / "second").facts["groups"]] == [[0, 1]]
@@ -724,9 +715,5 @@ def functional_reduce_scatters(rank: int, size: int, directory: Path) -> int:
 
 
 @needs_hooks
-@pytest.mark.xfail(
-    strict=True,
-    reason="CollectiveObserver.forget is never called: works whose finish is not seen are kept for ever, with tensors",
-)
 def test_works_whose_finish_is_not_seen_are_let_go(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, functional_reduce_scatters, tmp_path / "run") == [0, 0]

@@ -14,9 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from bireme.channel import SIDE_GROUP
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
 
 _HOOK_ID = 0x62697265  # "bire": hook ids are ints, and the user may have hooks of their own
+
+# A work that nobody ever waits for is not kept alive for ever: it holds its tensors.
+_MOST_WAITED_FOR = 1024
 
 OPERATIONS = {
     "SEND": "send",
@@ -43,11 +47,13 @@ def hooks_missing() -> str | None:
 def process_groups() -> list[Any]:
     """The distinct process groups that this rank is a member of, in the order they were made.
 
-    A one-dimensional mesh's group *is* the world group: hooks registered twice would count everything twice.
+    A one-dimensional mesh's group *is* the world group: hooks registered twice would count everything twice. Bireme's
+    own side groups are left out.
     """
     from torch.distributed import distributed_c10d
 
-    return list(dict.fromkeys(distributed_c10d._world.pg_map))
+    groups = dict.fromkeys(distributed_c10d._world.pg_map)
+    return [group for group in groups if getattr(group, "group_desc", None) != SIDE_GROUP]
 
 
 class CollectiveObserver:
@@ -74,12 +80,6 @@ class CollectiveObserver:
         issued, self._issued = self._issued, []
         return issued
 
-    def forget(self, span: Span) -> None:
-        """Stops waiting for a work whose finish was not seen."""
-        for key, (_, waited_for) in list(self._waited_for.items()):
-            if waited_for is span:
-                self._waited_for.pop(key, None)
-
     def close(self) -> None:
         _stop_observing_waits(self)
         for group in self._groups.values():
@@ -96,6 +96,7 @@ class CollectiveObserver:
     def _register(self, index: int, group: Any) -> None:
         open_spans: dict[int, Span] = {}
         sequence = 0
+        size = group.size()
         now_ns = time.perf_counter_ns
 
         def before(args: Any) -> None:
@@ -108,7 +109,10 @@ class CollectiveObserver:
                 inputs, outputs = args.input_tensors, args.output_tensors
                 in_bytes = sum(tensor.nbytes for tensor in inputs)
                 out_bytes = sum(tensor.nbytes for tensor in outputs)
-                span = Span(index, -1, operation, max(in_bytes, out_bytes), entered_ns)
+                # The whole tensor, on every member: of a gather and a scatter most members hold only their part.
+                whole_bytes = {"gather": in_bytes * size, "scatter": out_bytes * size}
+                span_bytes = whole_bytes.get(operation) or max(in_bytes, out_bytes)
+                span = Span(index, -1, operation, span_bytes, entered_ns)
                 span.side = args.root
                 span.step = self.step
                 span.origin = _origin()
@@ -131,6 +135,8 @@ class CollectiveObserver:
                     return
                 if span.origin != REDUCER:
                     self._waited_for[id(work)] = (work, span)
+                    if len(self._waited_for) > _MOST_WAITED_FOR:
+                        self._waited_for.pop(next(iter(self._waited_for)), None)
                 self._follow(work, span, args.async_op)
             except Exception as error:
                 self._fail(error)
@@ -139,8 +145,8 @@ class CollectiveObserver:
         group.register_pre_hook(_HOOK_ID, before)
         group.register_post_hook(_HOOK_ID, after)
 
-    def now(self) -> Any:
-        """The moment that a wait begins or ends, for `waited`."""
+    def _now(self) -> Any:
+        """The moment that a wait begins or ends, for `_note_wait`."""
         return time.perf_counter_ns()
 
     def _note_issue(self, span: Span) -> None:
@@ -153,7 +159,11 @@ class CollectiveObserver:
         try:
             future = work.get_future()
         except RuntimeError:
-            return  # reduce-scatter, send, receive: the caller's own wait shows the finish
+            # Reduce-scatter, send, receive: the caller's own wait shows the finish, unless it is made in C++.
+            span.seen = span.origin == EAGER
+            if not span.seen:
+                self._waited_for.pop(id(work), None)
+            return
         key = id(work)
 
         def finished(_: Any) -> None:
@@ -163,11 +173,21 @@ class CollectiveObserver:
 
         future.add_done_callback(finished)
 
-    def waited(self, work: Any, start: Any, end: Any) -> None:
-        """The training thread waited for `work` in Python, between two moments of `now`."""
-        known = self._waited_for.pop(id(work), None)
-        if known is not None:
-            self._note_wait(known[1], start, end)
+    def wait_begins(self) -> Any:
+        """The training thread is about to wait for a work in Python; what this returns goes to `wait_ended`."""
+        try:
+            return self._now()
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    def wait_ended(self, work: Any, start: Any) -> None:
+        try:
+            known = self._waited_for.pop(id(work), None)
+            if known is not None and start is not None:
+                self._note_wait(known[1], start, self._now())
+        except Exception as error:
+            self._fail(error)
 
     def _note_wait(self, span: Span, start_ns: Any, end_ns: Any) -> None:
         span.waits.append((start_ns, end_ns))
@@ -197,38 +217,40 @@ def _origin() -> str:
 # --- Work.wait ---------------------------------------------------------------------------------------------------
 
 _observers: list[CollectiveObserver] = []
-_original_wait: Any = None  # what `Work.wait` was; None while it is not replaced
+_original_wait: Any = Work.wait  # what was there before ours; never forgotten: a wait may be under way at any time
+_replaced = False
 
 
 def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
     thread = threading.get_ident()
     observers = [observer for observer in _observers if observer.thread == thread]
-    started = [observer.now() for observer in observers]
+    starts = [observer.wait_begins() for observer in observers]
     try:
         return _original_wait(work, *args, **kwargs)
     finally:
-        for observer, start in zip(observers, started, strict=True):
-            observer.waited(work, start, observer.now())
+        for observer, start in zip(observers, starts, strict=True):
+            observer.wait_ended(work, start)
 
 
 def unobserved_wait(work: Any) -> None:
     """`work.wait()` as PyTorch has it."""
-    (_original_wait or Work.wait)(work)
+    _original_wait(work)
 
 
 def _observe_waits(observer: CollectiveObserver) -> None:
-    global _original_wait
-    if _original_wait is None:
+    global _original_wait, _replaced
+    if not _replaced:
         _original_wait = Work.wait
         Work.wait = _observed_wait  # type: ignore[method-assign, assignment]
+        _replaced = True
     _observers.append(observer)
 
 
 def _stop_observing_waits(observer: CollectiveObserver) -> None:
-    global _original_wait
+    global _replaced
     if observer in _observers:
         _observers.remove(observer)
     # Where somebody has wrapped our wrapper meanwhile it has to stay: it passes every call through.
     if not _observers and Work.wait is _observed_wait:
         Work.wait = _original_wait  # type: ignore[method-assign]
-        _original_wait = None
+        _replaced = False

@@ -83,7 +83,7 @@ class DeviceCollectiveObserver(CollectiveObserver):
         self._events: dict[int, tuple[Any, list[Any], list[tuple[Any, Any]]]] = {}
         super().__init__(groups)
 
-    def now(self) -> Any:
+    def _now(self) -> Any:
         return _event()
 
     def _note_issue(self, span: Span) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bireme import ledger
-from bireme.channel import Channel, PeerTimeout
+from bireme.channel import Channel, PeerTimeout, new_side_group
 from bireme.ledger import LEAVE_TOGETHER, PHASES, Span
 from bireme.observe.host import HostClock
 from bireme.observe.phases import Observation
@@ -138,7 +139,9 @@ class Exchange(threading.Thread):
         deadline = time.monotonic() + _LATE_FINISH_S
         for observation in window:
             for span in observation.spans:
-                while span.finish_ns is None and time.monotonic() < deadline and not self._channel.give_up():
+                while (
+                    span.seen and span.finish_ns is None and time.monotonic() < deadline and not self._channel.give_up()
+                ):
                     time.sleep(0.002)
 
     def _split(self, window: list[Observation]) -> None:
@@ -257,7 +260,10 @@ def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[s
         "step": observation.step,
         "skipped": observation.skipped,
         "tokens": observation.tokens,
-        "loss": None if loss_sum is None else [loss_sum, observation.loss_count],
+        # As text where JSON has no word for it: a loss that is not a number must not look like none.
+        "loss": None
+        if loss_sum is None
+        else [loss_sum if isfinite(loss_sum) else str(loss_sum), observation.loss_count],
         "facts": {name: _number(value) for name, value in observation.facts.items()},
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
@@ -295,7 +301,7 @@ def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     lines = []
     for each in zip(*(report["steps"] for report in reports), strict=True):
         first = each[0]
-        losses = [step["loss"] for step in each if step["loss"] is not None]
+        losses = [(float(step["loss"][0]), step["loss"][1]) for step in each if step["loss"] is not None]
         weights = [1 if count is None else count for _, count in losses]
         line: dict[str, Any] = {
             **first["facts"],  # first: what was measured is not to be overwritten
@@ -343,7 +349,7 @@ def side_groups(
     for description in table:
         members = tuple(description["ranks"])
         if members not in by_members:
-            by_members[members] = dist.new_group(list(members), backend="gloo") if len(members) > 1 else None
+            by_members[members] = new_side_group(list(members)) if len(members) > 1 else None
     indices = {
         index: group
         for index, description in enumerate(table)

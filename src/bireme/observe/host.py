@@ -61,6 +61,6 @@ class HostClock:
     def taken_ns(self) -> tuple[int, int]:
         """(held back by a CPU quota, stolen by the hypervisor from all usable cores) since the last call."""
         now = self._totals()
-        taken = now[0] - self._last[0], now[1] - self._last[1]
+        taken = max(0, now[0] - self._last[0]), max(0, now[1] - self._last[1])
         self._last = now
         return taken

@@ -13,15 +13,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from bireme.channel import Channel
-from bireme.errors import UserError
+from bireme.errors import UserError, nearest
 from bireme.ledger import PHASES, Segment
 from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
 from bireme.observe.exchange import Exchange, side_groups
 from bireme.observe.garbage import GarbageObserver
-from bireme.observe.phases import Observation, Phase, PhaseTracker
+from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
 from bireme.observe.thread import ThreadClock
 from bireme.record import RunWriter
+from bireme.world import introduce
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +69,25 @@ class Monitor:
         self._skip_steps = skip_steps
         self._step = 1
         self._closed = False
+        self._closing = threading.Lock()
         self._writer: RunWriter | None = None
         self._writer_failure: str | None = None
         self._thread = threading.get_ident()
 
         observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
-        observed = [group for group in observed if group is not self._channel.group]
         table, sides, mine = side_groups(self._channel, observed)
         self._clock: ThreadClock | DeviceClock = DeviceClock() if device == "cuda" else ThreadClock()
         missing = {
             "collectives": hooks_missing() if self._channel.distributed else None,
             "run_delay": self._clock.missing,
         }
+        facts = facts or {}
+        if "nodes" not in facts:
+            ranks, nodes = introduce(self._channel)
+            facts = {"ranks": ranks, "nodes": nodes, **facts}
         self._open_run(
             {
-                **(facts or {}),
+                **facts,
                 "world_size": self._channel.size,
                 "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
                 "missing": {what: why for what, why in missing.items() if why},
@@ -129,12 +134,16 @@ class Monitor:
 
     def phase(self, name: str) -> Phase:
         """A `with` block that is one of the phases input, forward, backward, optimizer, checkpoint, other."""
+        if not self._tracker.started:
+            self._begin()
+        if name not in self._phases:
+            raise UserError(f"unknown phase {name!r}{nearest(name, PHASES)}: the phases are {', '.join(PHASES)}")
         return self._phases[name]
 
     def step(self, tokens: int = 0) -> "Step":
         """A `with` block whose end is the end of a step. `tokens`: this rank's distinct tokens in it."""
         if not self._tracker.started:
-            self._tracker.enter(PHASES.index("other"))
+            self._begin()
         self._observation.tokens = tokens
         return Step(self, self._observation)
 
@@ -142,6 +151,12 @@ class Monitor:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
         if self._writer is not None:
             self._write(lambda writer: writer.event(event, **fields))
+
+    def _begin(self) -> None:
+        """The first step begins now: what was issued before it belongs to no step."""
+        self._collectives.take()
+        self._pauses.clear()
+        self._tracker.enter(OTHER)
 
     def _end_step(self) -> None:
         observation = self._observation
@@ -161,14 +176,18 @@ class Monitor:
 
     def close(self, status: str = "finished", reason: str | None = None, within_s: float = _CLOSE_WITHIN_S) -> None:
         """Hands over the last steps, waiting at most `within_s` for the other ranks, and completes run.json."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._closing:  # the loop and the one who watches over a stuck loop may both close: the second waits
+            if not self._closed:
+                self._closed = True
+                self._close(status, reason, within_s)
+
+    def _close(self, status: str, reason: str | None, within_s: float) -> None:
         self._collectives.close()
         self._garbage.close()
         complete = self._exchange.finish(within_s)
         if not complete and status == "finished":
-            log.warning("the last steps are not in the run's record: %s", self._exchange.failure or "no answer in time")
+            reason = f"the last steps are not in the record: {self._exchange.failure or 'no answer in time'}"
+            log.warning("%s", reason)
         if self._collectives.failure:
             log.warning("collectives were not all observed: %s", self._collectives.failure)
         if self._writer is not None:
@@ -202,6 +221,7 @@ class Monitor:
                 problem = f"cannot write the run directory {self.directory}: {error.strerror or error}"
         problem = self._channel.all_gather(problem)[0]
         if problem:
+            self._clock.close()
             raise UserError(problem)
 
     def _write(self, action: Callable[[RunWriter], None]) -> None:
@@ -222,7 +242,11 @@ class Monitor:
             fields = {name: value for name, value in event.items() if name != "event"}
             self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
         if self._on_steps is not None:
-            self._on_steps(lines, events)
+            try:
+                self._on_steps(lines, events)
+            except OSError as error:  # nobody reads the console any more: no reason to lose the record
+                log.warning("cannot show the steps: %s", error.strerror or error)
+                self._on_steps = None
 
     def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
         self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))
