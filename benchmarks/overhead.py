@@ -217,4 +217,4 @@ def own_account_ns(directory: Path) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(common.main("What observing costs.", pairs=12, quick_pairs=3, measure=measure))
+    raise SystemExit(common.main("What observing costs.", pairs=10, quick_pairs=3, measure=measure))

@@ -261,3 +261,15 @@ def test_a_collective_in_flight_at_the_end_of_a_step_is_carried_into_the_next() 
     ]
     assert [len(step["collectives"]) for step in steps] == [1, 0, 0]
     assert [step["unmatched"] for step in steps] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_a_loss_that_is_not_finite_survives_the_way_to_rank_0(loss: float) -> None:
+    """From a rank's observation through JSON to the record: JSON has no NaN, and one of them must not end measuring."""
+    reports = []
+    for rank, loss_sum in enumerate([torch.tensor(loss), 20.0]):
+        exchange = Ranks(2).exchanges[rank]
+        observation = Observation(1, [], loss_sum=loss_sum, loss_count=10)
+        reports.append(exchange._report([observation], [(0, 100, [Segment(0, 0, 100, cpu_ns=50)])]))
+    lines, _ = assemble(orjson.loads(orjson.dumps(reports)))
+    assert str(lines[0]["loss"]) == str(loss)

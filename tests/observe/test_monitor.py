@@ -529,7 +529,7 @@ def train_with_broken_hooks(rank: int, size: int, directory: Path, target: str) 
 @pytest.mark.parametrize(
     "target",
     [
-        "_origin",
+        "_caller",
         "CollectiveObserver._follow",
         "CollectiveObserver._note_wait",
     ],

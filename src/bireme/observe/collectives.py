@@ -8,11 +8,18 @@ finish of works that have no future (reduce-scatter, send and receive on gloo).
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
+
+try:
+    from torch._C._distributed_c10d import HookOpName
+except ImportError:  # before torch 2.14
+    HookOpName = None  # type: ignore[misc, assignment]
 
 from bireme.channel import SIDE_GROUP
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
@@ -35,6 +42,12 @@ OPERATIONS = {
     "GATHER": "gather",
     "SCATTER": "scatter",
 }
+
+_OPERATION_OF = (
+    {int(getattr(HookOpName, name)): operation for name, operation in OPERATIONS.items()}
+    if HookOpName is not None
+    else {}
+)
 
 
 def hooks_missing() -> str | None:
@@ -94,34 +107,43 @@ class CollectiveObserver:
             self.failure = f"{type(error).__name__}: {error}"
 
     def _register(self, index: int, group: Any) -> None:
-        open_spans: dict[int, Span] = {}
+        # What follows runs between matrix multiplications, with cold caches: every Python operation there costs a
+        # microsecond or more (a collective cost 140 us, hot 12). So: few operations, and none that can be done later.
+        open_span: Span | None = None  # between the two hooks of one collective
         sequence = 0
         size = group.size()
         now_ns = time.perf_counter_ns
+        note_issue = self._note_issue
+        waited_for = self._waited_for
 
         def before(args: Any) -> None:
-            nonlocal sequence
+            nonlocal sequence, open_span
             entered_ns = now_ns()
             try:
-                operation = OPERATIONS.get(args.name.name)
+                open_span = None
+                operation = _OPERATION_OF.get(int(args.name))
                 if operation is None:
                     return
-                inputs, outputs = args.input_tensors, args.output_tensors
-                in_bytes = sum(tensor.nbytes for tensor in inputs)
-                out_bytes = sum(tensor.nbytes for tensor in outputs)
-                # The whole tensor, on every member: of a gather and a scatter most members hold only their part.
-                whole_bytes = {"gather": in_bytes * size, "scatter": out_bytes * size}
-                span_bytes = whole_bytes.get(operation) or max(in_bytes, out_bytes)
-                span = Span(index, -1, operation, span_bytes, entered_ns)
-                span.side = args.root
-                span.step = self.step
-                span.origin = _origin()
-                self._note_issue(span)
+                num_bytes = 0
+                for tensor in args.input_tensors:
+                    num_bytes += tensor.nbytes
+                number = root = -1
+                if operation != "all_reduce":
+                    num_bytes = _whole_bytes(operation, num_bytes, args.output_tensors, size)
+                    root = args.root
                 if operation != "send" and operation != "receive":
-                    span.sequence = sequence
+                    number = sequence
                     sequence += 1
-                open_spans[args.op_id] = span
-                self._issued.append(span)
+                try:
+                    code = _caller(1).f_code
+                    known = _origins.get(id(code))
+                    origin = known[0] if known is not None else _origin(code)
+                except ValueError:  # no Python below: autograd's own thread, on a GPU
+                    origin = REDUCER
+                open_span = Span(index, number, operation, num_bytes, entered_ns, None, origin, root, self.step)
+                if note_issue is not None:
+                    note_issue(open_span)
+                self._issued.append(open_span)
             except Exception as error:
                 self._fail(error)
             self.overhead_ns += now_ns() - entered_ns
@@ -129,15 +151,13 @@ class CollectiveObserver:
         def after(args: Any) -> None:
             entered_ns = now_ns()
             try:
-                span = open_spans.pop(args.op_id, None)
-                work = args.work
-                if span is None or work is None:
-                    return
-                if span.origin != REDUCER:
-                    self._waited_for[id(work)] = (work, span)
-                    if len(self._waited_for) > _MOST_WAITED_FOR:
-                        self._waited_for.pop(next(iter(self._waited_for)), None)
-                self._follow(work, span, args.async_op)
+                span = open_span
+                if span is not None and (work := args.work) is not None:
+                    if span.origin is not REDUCER:  # which waits in C++
+                        waited_for[id(work)] = (work, span)
+                        if len(waited_for) > _MOST_WAITED_FOR:
+                            waited_for.pop(next(iter(waited_for)), None)
+                    self._follow(work, span, args.async_op)
             except Exception as error:
                 self._fail(error)
             self.overhead_ns += now_ns() - entered_ns
@@ -145,12 +165,11 @@ class CollectiveObserver:
         group.register_pre_hook(_HOOK_ID, before)
         group.register_post_hook(_HOOK_ID, after)
 
-    def _now(self) -> Any:
-        """The moment that a wait begins or ends, for `_note_wait`."""
-        return time.perf_counter_ns()
+    # What a device needs to note when a collective is issued; on a CPU the span's `issue_ns` is all.
+    _note_issue: Callable[[Span], None] | None = None
 
-    def _note_issue(self, span: Span) -> None:
-        """The span's `issue_ns` is set already; a device needs more."""
+    # The moment that a wait begins or ends, for `_note_wait`.
+    wait_begins: Callable[[], Any] = staticmethod(time.perf_counter_ns)
 
     def _follow(self, work: Any, span: Span, async_op: bool) -> None:
         """Notes the finish when the work's future is done: on one of gloo's threads, as soon as it gets the GIL."""
@@ -164,28 +183,22 @@ class CollectiveObserver:
             if not span.seen:
                 self._waited_for.pop(id(work), None)
             return
-        key = id(work)
+        key = id(work) if span.origin is not REDUCER else None
 
         def finished(_: Any) -> None:
             if span.finish_ns is None:
                 span.finish_ns = time.perf_counter_ns()
-            self._waited_for.pop(key, None)
+            if key is not None:
+                self._waited_for.pop(key, None)
 
         future.add_done_callback(finished)
 
-    def wait_begins(self) -> Any:
-        """The training thread is about to wait for a work in Python; what this returns goes to `wait_ended`."""
-        try:
-            return self._now()
-        except Exception as error:
-            self._fail(error)
-            return None
-
-    def wait_ended(self, work: Any, start: Any) -> None:
+    def waited(self, work: Any, start: Any) -> None:
+        """The training thread has waited in Python for `work`, from `start` until now."""
         try:
             known = self._waited_for.pop(id(work), None)
-            if known is not None and start is not None:
-                self._note_wait(known[1], start, self._now())
+            if known is not None:
+                self._note_wait(known[1], start, self.wait_begins())
         except Exception as error:
             self._fail(error)
 
@@ -196,40 +209,52 @@ class CollectiveObserver:
             span.finish_ns = end_ns
 
 
-def _origin() -> str:
-    """Who issued the collective that the hook two frames up is called for.
+def _whole_bytes(operation: str, in_bytes: int, outputs: list[Any], size: int) -> int:
+    """The whole tensor's bytes, the same on every member: of a gather and a scatter most hold only their part."""
+    out_bytes: int = sum(tensor.nbytes for tensor in outputs)
+    if operation == "gather":
+        return in_bytes * size
+    if operation == "scatter":
+        return out_bytes * size
+    return max(in_bytes, out_bytes)
 
-    The hook is called from C++, so the frame below it is the Python code that entered C++: torch.distributed's own
-    functions wait in Python; autograd's engine means DDP's reducer; anything else (functional collectives, compiled
-    code) waits in C++ right away.
+
+_caller = sys._getframe
+_origins: dict[int, tuple[str, CodeType]] = {}  # by id, of code that is kept alive: hashing code objects is slow
+
+
+def _origin(code: CodeType) -> str:
+    """Who issues a collective, from the Python code that entered C++ (a hook's caller).
+
+    torch.distributed's own functions wait in Python; autograd's engine means DDP's reducer; anything else (functional
+    collectives, compiled code) waits in C++ right away.
     """
-    try:
-        code = sys._getframe(2).f_code
-    except ValueError:  # no Python below: autograd's own thread, on a GPU
-        return REDUCER
     if code.co_name == "_engine_run_backward":
-        return REDUCER
-    if code.co_filename.endswith("distributed_c10d.py"):
-        return EAGER
-    return IN_PLACE
+        origin = REDUCER
+    elif code.co_filename.endswith("distributed_c10d.py"):
+        origin = EAGER
+    else:
+        origin = IN_PLACE
+    _origins[id(code)] = (origin, code)
+    return origin
 
 
 # --- Work.wait ---------------------------------------------------------------------------------------------------
 
-_observers: list[CollectiveObserver] = []
+_observers: dict[int, CollectiveObserver] = {}  # by training thread; of several on one thread the latest sees waits
 _original_wait: Any = Work.wait  # what was there before ours; never forgotten: a wait may be under way at any time
 _replaced = False
 
 
 def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-    thread = threading.get_ident()
-    observers = [observer for observer in _observers if observer.thread == thread]
-    starts = [observer.wait_begins() for observer in observers]
+    observer = _observers.get(threading.get_ident())
+    if observer is None:
+        return _original_wait(work, *args, **kwargs)
+    start = observer.wait_begins()
     try:
         return _original_wait(work, *args, **kwargs)
     finally:
-        for observer, start in zip(observers, starts, strict=True):
-            observer.wait_ended(work, start)
+        observer.waited(work, start)
 
 
 def unobserved_wait(work: Any) -> None:
@@ -243,13 +268,13 @@ def _observe_waits(observer: CollectiveObserver) -> None:
         _original_wait = Work.wait
         Work.wait = _observed_wait  # type: ignore[method-assign, assignment]
         _replaced = True
-    _observers.append(observer)
+    _observers[observer.thread] = observer
 
 
 def _stop_observing_waits(observer: CollectiveObserver) -> None:
     global _replaced
-    if observer in _observers:
-        _observers.remove(observer)
+    if _observers.get(observer.thread) is observer:
+        del _observers[observer.thread]
     # Where somebody has wrapped our wrapper meanwhile it has to stay: it passes every call through.
     if not _observers and Work.wait is _observed_wait:
         Work.wait = _original_wait  # type: ignore[method-assign]

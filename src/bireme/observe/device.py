@@ -83,8 +83,7 @@ class DeviceCollectiveObserver(CollectiveObserver):
         self._events: dict[int, tuple[Any, list[Any], list[tuple[Any, Any]]]] = {}
         super().__init__(groups)
 
-    def _now(self) -> Any:
-        return _event()
+    wait_begins = staticmethod(_event)
 
     def _note_issue(self, span: Span) -> None:
         self._events[id(span)] = (_event(), [], [])
