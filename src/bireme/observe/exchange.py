@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _UNKNOWN = torch.iinfo(torch.int64).max
 _LATE_FINISH_S = 2.0  # how long to wait for the finish of a collective after its step has ended
 _MEANWHILE_S = 2.0  # steps are handed over at least this often, so that a reader is never far behind
+_HOST_EVERY_NS = 5_000_000_000
 NOTABLE_PAUSE_NS = 1_000_000
 
 
@@ -58,6 +59,7 @@ class Exchange(threading.Thread):
         self._submitted = 0  # last step that the training thread ended
         self._done = 0  # last step handed over
         self._target = 1  # hand over when this step has ended
+        self._mean_ns = int(_MEANWHILE_S * 1e9)  # of a step in the last window; one step a window at first
         self._closing = False
         self._give_up_at: float | None = None
         self._wake = threading.Event()
@@ -65,6 +67,7 @@ class Exchange(threading.Thread):
         self._shortest = ledger.ShortestSeen()
         self._carried: list[Span] = []
         self._host = HostClock()
+        self._host_since = self._host_wall_ns = 0
         self._cpu_ns = 0
         channel.give_up = lambda: self._give_up_at is not None and time.monotonic() > self._give_up_at
 
@@ -112,13 +115,16 @@ class Exchange(threading.Thread):
             self._wake.clear()
         closing = self._closing  # read before the step: a step submitted before closing must be in this round
         last = self._submitted
-        agreed = self._channel.reduce_min(torch.tensor([last, int(closing)]))
-        upto, all_closing = int(agreed[0]), bool(agreed[1])
+        upto, all_closing, mean_ns = self._channel.reduce_min(
+            torch.tensor([last, int(closing), self._mean_ns])
+        ).tolist()
+        # The same on every rank: the next time that all hand over.
+        self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
         if upto > self._done:
             self._hand_over(upto)
         elif closing and not all_closing:
             time.sleep(0.05)  # this rank is done and others are not
-        return all_closing
+        return bool(all_closing)
 
     def _hand_over(self, upto: int) -> None:
         window = []
@@ -131,9 +137,8 @@ class Exchange(threading.Thread):
         parts = self._channel.gather(orjson.dumps(report))
         if parts:
             self._deliver(*assemble([orjson.loads(part) for part in parts]))
-        mean_ns = max(1, int(self._channel.reduce_min(torch.tensor([report["wall_ns"] // len(window)]))[0]))
+        self._mean_ns = max(1, report["wall_ns"] // len(window))
         self._done = upto
-        self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
 
     def _await_finishes(self, window: list[Observation]) -> None:
         deadline = time.monotonic() + _LATE_FINISH_S
@@ -178,16 +183,40 @@ class Exchange(threading.Thread):
             if span.sequence < 0 and span.duration_ns is not None:
                 span.transfer_ns = self._shortest.transfer_ns(span, span.duration_ns)
 
+    def _taken_by_host(self, window: list[Observation], wall_ns: int) -> list[dict[str, Any]]:
+        """What a quota or the hypervisor took, where it matters; read every few seconds, as /proc/stat is slow."""
+        self._host_since = self._host_since or window[0].step
+        self._host_wall_ns += wall_ns
+        if self._host_wall_ns < _HOST_EVERY_NS and not self._closing:
+            return []
+        throttled_ns, steal_ns = self._host.taken_ns()
+        first_step, wall_ns = self._host_since, self._host_wall_ns
+        self._host_since = self._host_wall_ns = 0
+        if max(throttled_ns, steal_ns) * 100 < wall_ns:
+            return []
+        return [
+            {
+                "event": "host",
+                "rank": self._channel.rank,
+                "first_step": first_step,
+                "last_step": window[-1].step,
+                "wall_ms": round(wall_ns / 1e6, 3),
+                "throttled_ms": round(throttled_ns / 1e6, 3),
+                "steal_ms": round(steal_ns / 1e6, 3),
+            }
+        ]
+
     def _agree(self, ordered: list[Span], side_group: Any) -> list[tuple[int | None, bool]]:
         """For each span: the shortest duration among the members, and whether all of them mean the same collective."""
         counts = self._channel.reduce_min(torch.tensor([-len(ordered)]), side_group)
         rows = -int(counts[0])  # the most that any member has; missing ones cannot match
-        table = torch.full((3, rows), _UNKNOWN, dtype=torch.int64)
-        table[1:] = 0
-        for row, span in enumerate(ordered):
-            if span.duration_ns is not None:
-                key = ledger.match_key(span)
-                table[0, row], table[1, row], table[2, row] = span.duration_ns, key, -key
+        mine: list[tuple[int, int]] = [
+            (_UNKNOWN, 0) if span.duration_ns is None else (span.duration_ns, ledger.match_key(span))
+            for span in ordered
+        ]
+        mine += [(_UNKNOWN, 0)] * (rows - len(mine))
+        # Made at once from lists: setting a tensor's elements one by one costs more than all the rest.
+        table = torch.tensor([[each[0] for each in mine], [each[1] for each in mine], [-each[1] for each in mine]])
         durations, keys, negated = self._channel.reduce_min(table, side_group).tolist()
         return [
             (duration, key > 0 and key == -minus) for duration, key, minus in zip(durations, keys, negated, strict=True)
@@ -206,19 +235,7 @@ class Exchange(threading.Thread):
             steps.append(_step_report(observation, account))
             events.extend(_notable_pauses(observation, self._channel.rank))
         wall_ns = sum(end_ns - start_ns for start_ns, end_ns, _ in resolved)
-        throttled_ns, steal_ns = self._host.taken_ns()
-        if max(throttled_ns, steal_ns) * 100 >= wall_ns > 0:
-            events.append(
-                {
-                    "event": "host",
-                    "rank": self._channel.rank,
-                    "first_step": window[0].step,
-                    "last_step": window[-1].step,
-                    "wall_ms": round(wall_ns / 1e6, 3),
-                    "throttled_ms": round(throttled_ns / 1e6, 3),
-                    "steal_ms": round(steal_ns / 1e6, 3),
-                }
-            )
+        events.extend(self._taken_by_host(window, wall_ns))
         cpu_ns = time.thread_time_ns()
         for step in steps:  # this thread's own cost since the last window, spread evenly
             step["overhead_ns"] = [step["overhead_ns"], (cpu_ns - self._cpu_ns) // len(steps)]
