@@ -63,6 +63,7 @@ def _train(overlap: bool, steps: int) -> None:
             overlap=overlap,
             global_batch_size=BATCH_PER_RANK * ranks,
             threads=1,
+            device="cpu",
             steps=WARM_UP_STEPS + steps * delays,
             skip_steps=WARM_UP_STEPS,
             evaluate_every=0,

@@ -123,7 +123,8 @@ def observed(trainer: Trainer, directory: Path, facts: dict[str, Any], output: T
 def measure(world: World, pairs: int, scratch: Path) -> int:
     config = replace(common.train_config(world, STEPS), skip_steps=0)
     trainer = Trainer(config, world)
-    trainer.build()
+    trainer.load()
+    trainer.replicate()
     assert isinstance(trainer.replicas, Overlapped)
     bare = Bare(config, world.rank, world.size, trainer.replicas.bucket_mb)
     tokens = config.global_batch_size // world.size * trainer.length

@@ -163,7 +163,8 @@ def planted(what: str, unit: str, unit_ns: float, on_off_ns: list[float], plante
 
 def measure(world: World, pairs: int, scratch: Path) -> int:
     trainer = Trainer(common.train_config(world, steps=1000), world)
-    trainer.build()
+    trainer.load()
+    trainer.replicate()
     for number in range(1, 4):
         trainer.train_step(number, common.UNOBSERVED, common.UNOBSERVED)
     training_arms = training(trainer, pairs, scratch)

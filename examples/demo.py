@@ -20,7 +20,8 @@ def run(*command: str, **environment: str) -> str:
     typed += ["python" if part == sys.executable else part for part in command]
     print(f"\n$ {shlex.join(typed).replace('python -m torch.distributed.run', 'torchrun')}", flush=True)
     # One thread a rank is what every run here uses; said beforehand, torchrun does not warn about it.
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STRAGGLER_")}
+    settings = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     last = ""
     with subprocess.Popen(command, cwd=REPOSITORY, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

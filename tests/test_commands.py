@@ -23,12 +23,14 @@ MULTINODE = str(REPOSITORY / "multinode.py")
 CLEAN = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("STRAGGLER_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE"))
+    if not name.startswith(
+        ("STRAGGLER_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE")
+    )
 }
 
 
 def run(arguments: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {**CLEAN, "OMP_NUM_THREADS": "1", **environment}
+    settings = {**CLEAN, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     return subprocess.run(arguments, cwd=cwd, env=settings, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -104,6 +106,7 @@ def test_help_is_quick_and_complete() -> None:
 def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """say("train", "--stepz", "5", RANK="0"): what the command writes to standard error before it ends with code 2."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in set(os.environ) - set(CLEAN):
         monkeypatch.delenv(name)
 
@@ -223,12 +226,17 @@ def start(folder: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    await_steps(folder, process)
+    return process
+
+
+def await_steps(folder: Path, process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         time.sleep(0.2)
         if (folder / "run" / "steps.jsonl").exists() and len(read_run(folder / "run").steps) > 5:
-            return process
-    os.killpg(process.pid, signal.SIGKILL)
+            return
+    process.kill()
     pytest.fail(f"the run did not begin: {process.communicate()[0]}")
 
 
@@ -265,6 +273,7 @@ def test_ctrl_c_ends_every_rank_and_leaves_a_readable_run(tmp_path: Path) -> Non
     run_record = read_run(tmp_path / "run")
     assert run_record.facts["status"] == "interrupted"
     assert run_record.facts["status_reason"] == "Ctrl-C"
+    assert run_record.steps[-1]["step"] == len(run_record.steps)
     assert run_record.damaged_lines == 0
     assert len(run_record.steps) > 5
 
@@ -277,5 +286,28 @@ def test_a_killed_rank_ends_the_others_and_leaves_a_readable_run(tmp_path: Path)
     assert end(process, pids) < 60
     assert process.returncode != 0
     run_record = read_run(tmp_path / "run")
-    assert run_record.facts["status"] in ("failed", "interrupted", "running")
+    # Failed, as the connection broke, or interrupted, where the launcher's own signal came first.
+    assert run_record.facts["status"] in ("failed", "interrupted")
+    assert run_record.facts["status_reason"]
     assert len(run_record.steps) > 5
+
+
+def test_one_process_ends_with_the_code_that_shells_expect(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bireme", "train", "--steps", "5000", "--run", "run", "--evaluate-every", "0"]
+    command += ["--global-batch-size", "2", "--sequence-length", "32", "--peak-seconds", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    await_steps(tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert read_run(tmp_path / "run").facts["status_reason"] == "SIGTERM"
+
+
+def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "run.json").write_text("{}")
+    launcher = [*TORCHRUN, "--nproc_per_node=2", "-m", "bireme", "train", "--peak-seconds", "0"]
+    for options in (["--run-dir", "taken"], ["--global-batch-size", "3"], ["--preset", "tyo"]):
+        done = run([*launcher, *options], tmp_path)
+        assert done.returncode != 0
+        assert done.stderr.count("bireme: ") == 1, done.stderr

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -147,7 +148,7 @@ def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., A
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
     except cyclopts.UnknownOptionError as error:
         option = error.token.keyword or error.token.value
-        known = [f"--{each.name.replace('_', '-')}" for each in fields(TrainConfig)]
+        known = [f"--{each.name.replace('_', '-')}" for each in fields(TrainConfig)] if "train" in arguments[:1] else []
         raise UserError(f"unknown option {option}{nearest(option, known)}; --help lists the options") from None
     except cyclopts.CycloptsError as error:
         raise UserError(" ".join(str(error).split())) from None
@@ -161,7 +162,8 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
         command(*bound.args, **bound.kwargs)
     except UserError as error:
         if not getattr(error, "shown_by_rank_0", False) or os.environ.get("RANK", "0") == "0":
-            print(f"bireme: {error}", file=sys.stderr)
+            # What is quoted may come from a foreign file: nothing in it may drive the terminal.
+            print(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", f"bireme: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stopped:
         return getattr(stopped, "exit_code", 130)

@@ -113,7 +113,14 @@ class RankLog(logging.Handler):
 class StepPrinter:
     """One line a step on rank 0, and on a terminal a progress bar below the lines."""
 
-    def __init__(self, console: Console, steps: int, mfu_of: Callable[[float], float | None]):
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        mfu_of: Callable[[float], float | None],
+        communication_known: bool = True,
+    ):
+        self._communication_known = communication_known
         self._console = console
         self._steps = steps
         self._mfu_of = mfu_of
@@ -134,22 +141,26 @@ class StepPrinter:
         left_s = (self._steps - line["step"]) * sorted(self._recent_s)[len(self._recent_s) // 2]
         tokens_per_s = line["tokens"] / step_s
         mfu = self._mfu_of(tokens_per_s)
-        loss = "n/a" if line["loss"] is None else f"{line['loss']:.4f}"
+        loss = line.get("loss_reason", "n/a") if line["loss"] is None else f"{line['loss']:.4f}"
         share = sum(e / w for e, w in zip(exposed, walls_ns, strict=True)) / len(walls_ns)
         parts = [
             f"step {line['step']:>{len(str(self._steps))}}/{self._steps}",
             f"loss {loss}",
             f"{step_s * 1e3:.0f} ms",
             f"{tokens_per_s:,.0f} tokens/s (global)",
-            f"communication {share:.0%}" if len(walls_ns) > 1 else "",
+            f"communication {share:.0%}" if self._communication_known else "communication n/a",
             f"MFU {mfu:.1%}" if mfu is not None else "MFU n/a",
             f"ETA {_duration(left_s)}",
         ]
         if line.get("evaluation_loss") is not None:
             parts.append(f"evaluation loss {line['evaluation_loss']:.4f}")
         text = "  ".join(part for part in parts if part)
-        self._console.print(Text(text), soft_wrap=True)
-        if self._progress is not None:
+        if self._progress is None:
+            # Laying out text costs more than all other work on a step's record.
+            self._console.file.write(text + "\n")
+            self._console.file.flush()
+        else:
+            self._console.print(Text(text), soft_wrap=True)
             self._progress.update(self._task, completed=line["step"], state=f"loss {loss}  ETA {_duration(left_s)}")
 
     def close(self) -> None:

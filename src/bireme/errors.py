@@ -7,6 +7,12 @@ class UserError(Exception):
     exit_code = 2
 
 
+class SharedError(UserError):
+    """A UserError that every rank raises at the same time: rank 0 alone shows it."""
+
+    shown_by_rank_0 = True
+
+
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     """``" (did you mean 'x'?)"`` for the closest known word, or an empty string when nothing is close."""
     from difflib import get_close_matches  # imported late: only a mistake needs it

@@ -65,19 +65,19 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_fd)
-        self._left.set()
-        os.write(self._pipe[1], b"\0")  # lets the watcher go
         os.close(self._pipe[1])
         self._pipe = None
+        self._left.set()
 
     def _watch(self, read_end: int) -> None:
         number = 0
         while number not in (signal.SIGINT, signal.SIGTERM):
             select.select([read_end], [], [])
-            number = os.read(read_end, 1)[0]
-            if self._left.is_set():
+            woken_by = os.read(read_end, 1)
+            if not woken_by:  # the block was left
                 os.close(read_end)
                 return
+            number = woken_by[0]
         self._signal = self._signal or number
         started = time.monotonic()
         if not self._left.wait(STUCK_AFTER_S):

@@ -23,7 +23,7 @@ import bireme
 from bireme.config import TrainConfig
 from bireme.console import RankLog, StepPrinter
 from bireme.data import Corpus, open_tokens, prepare, rank_share, share
-from bireme.errors import UserError
+from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
 from bireme.inject import Injector, Straggler
 from bireme.layout import Replicas, replicate
@@ -56,11 +56,11 @@ class Trainer:
         self.straggler = Straggler.from_environment(os.environ, world.size)
         self.injector = Injector(self.straggler, world.rank)
         # One rank a node reads the sources; the others find them prepared.
-        if world.local_rank == 0:
+        if world.first_on_node:
             prepare(config.data)
 
-    def build(self) -> None:
-        """The corpus, the model and its replicas: every rank at once."""
+    def load(self) -> None:
+        """The corpus and the model, on this rank alone: what is wrong here is wrong before any rank waits."""
         config, world = self.config, self.world
         self.tokens = open_tokens(prepare(config.data))
         self.corpus = Corpus(self.tokens, self.length, self.model_config.vocab_size)
@@ -71,6 +71,10 @@ class Trainer:
         model.reset_parameters(config.seed)
         model.to(world.device)
         self.module = model
+
+    def replicate(self) -> None:
+        """Makes the model one of its replicas, and its optimizer: every rank at once."""
+        config, model = self.config, self.module
         self.injector.plant_in_backward(model.layers[len(model.layers) // 2])
         if config.compile:
             compile_blocks(model)
@@ -101,7 +105,7 @@ class Trainer:
         with monitor.phase("input"):
             micro_batches = self.micro_batches(number)
             self.injector.sleep("input")
-        total = torch.zeros((), device=self.world.device)
+        losses = []
         for index, (inputs, targets) in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.replicas.accumulating(last):
@@ -110,10 +114,10 @@ class Trainer:
                     with self.autocast:
                         loss = self.replicas.model(inputs, targets)
                 with monitor.phase("backward"):
-                    (loss / self.accumulation).backward()
+                    (loss / self.accumulation if self.accumulation > 1 else loss).backward()
                     if last:
                         self.replicas.reduce()
-            total += loss.detach()
+            losses.append(loss.detach())
         with monitor.phase("optimizer"):
             self.injector.sleep("optimizer")
             if self.config.gradient_clip_norm:
@@ -125,7 +129,7 @@ class Trainer:
             self.optimizer.step()
             self.replicas.zero()
         tokens = self.micro_batch_size * self.accumulation * self.length
-        step.loss(total * (tokens / self.accumulation), tokens)
+        step.loss(losses[0] if len(losses) == 1 else torch.stack(losses).mean(), tokens)
         step.record(learning_rate=learning_rate)
         if self.straggler is not None:
             step.record(injected_ms=self.straggler.delay_ms(number))
@@ -194,7 +198,9 @@ def peer_lost_in_one_line(world: World, check_for_stop: Callable[[], None] = lam
     except RuntimeError as error:
         check_for_stop()
         if _LOST_PEER.search(str(error)):
-            raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left") from error
+            raise PeerLost(
+                f"rank {world.rank} on {world.node} stopped: another rank has left (see the run's logs/rank-*.log)"
+            ) from error
         raise
 
 
@@ -206,9 +212,10 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         with world.together():
             trainer = Trainer(config, world)
         with world.together():
-            trainer.build()
+            trainer.load()
         if len(set(world.channel.all_gather(trainer.tokens.fingerprint))) > 1:
-            raise UserError(f"the ranks read different data: {config.data} is not the same on every node")
+            raise SharedError(f"the ranks read different data: {config.data} is not the same on every node")
+        trainer.replicate()
         peak = _peak(config, world)
         facts = describe(trainer, peak)
         flops = facts["model"]["flops_per_token"]["full"]
@@ -240,7 +247,10 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         log.info("%s", _headline(facts, directory))
         if world.rank == 0:
             printer = StepPrinter(
-                console, config.steps, lambda rate: rate * flops / sum_of_peaks if sum_of_peaks else None
+                console,
+                config.steps,
+                lambda rate: rate * flops / sum_of_peaks if sum_of_peaks else None,
+                communication_known=not monitor.missing.get("collectives"),
             )
             stack.callback(printer.close)
 
@@ -249,8 +259,12 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
                 monitor.event("injection", **trainer.straggler.truth())
             with peer_lost_in_one_line(world, stop.check):
                 loop(trainer, monitor, stop.check)
-            if world.rank == 0:
+        # After the last exchange: nobody waits for a slow disk, and nothing is measured any more.
+        if world.rank == 0:
+            try:
                 save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
+            except OSError as error:
+                raise UserError(f"cannot save the weights in {directory}: {error.strerror or error}") from None
         return directory
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bireme.channel import Channel
-from bireme.errors import UserError
+from bireme.errors import SharedError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,11 @@ class World:
         return str(self.ranks[self.rank]["node"])
 
     @property
+    def first_on_node(self) -> bool:
+        """Whether this rank does what one rank a node has to do."""
+        return all(other["rank"] >= self.rank for other in self.ranks if other["node"] == self.node)
+
+    @property
     def local_size(self) -> int:
         return sum(other["node"] == self.node for other in self.ranks)
 
@@ -114,9 +119,12 @@ class World:
 
     def raise_together(self, problem: str | None) -> None:
         problems = self.channel.all_gather(problem)
+        said = []
         for message in dict.fromkeys(each for each in problems if each is not None):
             ranks = [rank for rank, each in enumerate(problems) if each == message]
-            raise SharedError(message if len(ranks) == self.size else f"{name_ranks(ranks)}: {message}")
+            said.append(message if len(ranks) == self.size else f"{name_ranks(ranks)}: {message}")
+        if said:
+            raise SharedError("; ".join(said))
 
     def leave(self) -> None:
         """Destroys the process groups. Never raises: at the end there is nobody left to help."""
@@ -125,12 +133,6 @@ class World:
                 dist.destroy_process_group()
             except Exception as error:
                 log.debug("the process group did not end cleanly: %s", error)
-
-
-class SharedError(UserError):
-    """A UserError that every rank raises at the same time: rank 0 alone shows it."""
-
-    shown_by_rank_0 = True
 
 
 def name_ranks(ranks: list[int]) -> str:
@@ -159,6 +161,11 @@ def join(device: str = "cpu") -> World:
     """
     launch = Launch.from_environment(os.environ)
     chosen = torch.device(f"cuda:{launch.local_rank}" if device == "cuda" else device)
+    if chosen.type == "cuda" and launch.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {launch.local_rank} has no GPU: there are {torch.cuda.device_count()} here; "
+            "start fewer ranks on this node, or use --device cpu"
+        )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything else touches a GPU: it would land on GPU 0
     store = _meet(launch, JOIN_TIMEOUT_S)

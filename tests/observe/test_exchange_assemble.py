@@ -84,7 +84,8 @@ def test_a_loss_over_nothing_is_unknown() -> None:
 @pytest.mark.parametrize("loss", ["nan", "inf"])
 def test_a_loss_that_is_not_finite_stays_what_it_is(loss: str) -> None:
     """It comes as text: JSON has no word for it, and null would look like no loss."""
-    assert str(one_step({"loss": [loss, 10]}, {"loss": [20.0, 10]})["loss"]) == loss
+    line = one_step({"loss": [loss, 10]}, {"loss": [20.0, 10]})
+    assert (line["loss"], line["loss_reason"]) == (None, loss)
 
 
 def test_a_step_is_skipped_when_any_rank_says_so() -> None:
@@ -267,9 +268,9 @@ def test_a_collective_in_flight_at_the_end_of_a_step_is_carried_into_the_next() 
 def test_a_loss_that_is_not_finite_survives_the_way_to_rank_0(loss: float) -> None:
     """From a rank's observation through JSON to the record: JSON has no NaN, and one of them must not end measuring."""
     reports = []
-    for rank, loss_sum in enumerate([torch.tensor(loss), 20.0]):
+    for rank, mean in enumerate([torch.tensor(loss), 20.0]):
         exchange = Ranks(2).exchanges[rank]
-        observation = Observation(1, [], loss_sum=loss_sum, loss_count=10)
+        observation = Observation(1, [], loss=mean, loss_count=10)
         reports.append(exchange._report([observation], [(0, 100, [Segment(0, 0, 100, cpu_ns=50)])]))
     lines, _ = assemble(orjson.loads(orjson.dumps(reports)))
-    assert str(lines[0]["loss"]) == str(loss)
+    assert (lines[0]["loss"], lines[0]["loss_reason"]) == (None, str(loss))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite
 from typing import Any
 
@@ -55,6 +56,9 @@ class Exchange(threading.Thread):
         self._resolve = resolve
         self._deliver = deliver
         self._warnings = warnings
+        self.unshared_steps = 0  # steps of the rank that went furthest which others did not reach
+        self._problem: str | None = None  # on this rank: all are told in the next round, and stop together
+        self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[Observation] = deque()
         self._submitted = 0  # last step that the training thread ended
         self._done = 0  # last step handed over
@@ -74,10 +78,20 @@ class Exchange(threading.Thread):
     # --- called by the training thread ---
 
     def submit(self, observation: Observation) -> None:
+        if self.failure is not None:  # nobody would ever take it out of the queue
+            return
         self._queue.append(observation)
         self._submitted = observation.step
         if observation.step >= self._target:
             self._wake.set()
+
+    def begin(self) -> None:
+        """The first step begins: what the host took before is nobody's."""
+        self._host.taken_ns()
+
+    def note(self, event: dict[str, Any]) -> None:
+        """An event that goes to the record with the next steps."""
+        self._notes.append(event)
 
     def finish(self, within_s: float) -> bool:
         """Hands over what is left and ends; False when the other ranks did not answer in time. May be called again
@@ -103,10 +117,14 @@ class Exchange(threading.Thread):
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             if not self._closing:
-                log.warning("measuring has stopped: %s; training goes on", self.failure)
-                log.debug("measuring has stopped", exc_info=True)
+                message = f"measuring has stopped, training goes on: {self.failure}"
+                log.warning("%s", message)
+                if self._channel.rank == 0:  # at once: no exchange will carry it
+                    with suppress(Exception):
+                        self._deliver([], [{"event": "warning", "ranks": [0], "message": message}])
         finally:
             self._queue.clear()
+            self._channel.give_up = lambda: False
 
     def _round(self) -> bool:
         """One exchange; True when every rank has closed."""
@@ -115,15 +133,20 @@ class Exchange(threading.Thread):
             self._wake.clear()
         closing = self._closing  # read before the step: a step submitted before closing must be in this round
         last = self._submitted
-        upto, all_closing, mean_ns = self._channel.reduce_min(
-            torch.tensor([last, int(closing), self._mean_ns])
+        healthy = self._problem is None
+        upto, most, all_closing, all_healthy, mean_ns = self._channel.reduce_min(
+            torch.tensor([last, -last, int(closing), int(healthy), self._mean_ns])
         ).tolist()
+        if not all_healthy:
+            raise RuntimeError(self._problem or "another rank cannot go on")
         # The same on every rank: the next time that all hand over.
         self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
         if upto > self._done:
             self._hand_over(upto)
         elif closing and not all_closing:
             time.sleep(0.05)  # this rank is done and others are not
+        if all_closing:
+            self.unshared_steps = -most - upto
         return bool(all_closing)
 
     def _hand_over(self, upto: int) -> None:
@@ -133,12 +156,25 @@ class Exchange(threading.Thread):
         resolved = [self._resolve(observation) for observation in window]
         self._await_finishes(window)
         self._split(window)
-        report = self._report(window, resolved)
-        parts = self._channel.gather(orjson.dumps(report))
-        if parts:
-            self._deliver(*assemble([orjson.loads(part) for part in parts]))
-        self._mean_ns = max(1, report["wall_ns"] // len(window))
+        blob = b""
+        try:
+            report = self._report(window, resolved)
+            self._mean_ns = max(1, report["wall_ns"] // len(window))
+            blob = orjson.dumps(report)
+        except Exception as error:  # the others are about to gather: they must not wait for this rank
+            self._fail(error)
+        parts = self._channel.gather(blob)
+        if parts and all(parts):
+            try:
+                self._deliver(*assemble([orjson.loads(part) for part in parts]))
+            except Exception as error:
+                self._fail(error)
         self._done = upto
+
+    def _fail(self, error: Exception) -> None:
+        self._problem = f"rank {self._channel.rank}: {type(error).__name__}: {error}"
+        log.warning("measuring stops, training goes on: %s", self._problem)
+        log.debug("measuring stops", exc_info=True)
 
     def _await_finishes(self, window: list[Observation]) -> None:
         deadline = time.monotonic() + _LATE_FINISH_S
@@ -240,7 +276,11 @@ class Exchange(threading.Thread):
         for step in steps:  # this thread's own cost since the last window, spread evenly
             step["overhead_ns"] = [step["overhead_ns"], (cpu_ns - self._cpu_ns) // len(steps)]
         self._cpu_ns = cpu_ns
-        return {"steps": steps, "events": events, "warnings": self._warnings(), "wall_ns": wall_ns}
+        while self._notes:
+            events.append(self._notes.popleft())
+        # A message may quote a file name that is not UTF-8.
+        warnings = [each.encode("utf-8", "backslashreplace").decode() for each in self._warnings()]
+        return {"steps": steps, "events": events, "warnings": warnings, "wall_ns": wall_ns}
 
 
 def _ends_after(span: Span, end_ns: int) -> bool:
@@ -272,15 +312,16 @@ def _number(value: Any) -> float | None:
 
 def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[str, Any]:
     """What one rank tells rank 0 about one step."""
-    loss_sum = _number(observation.loss_sum)
+    loss = _number(observation.loss)
+    if loss is not None and observation.loss_count is not None:
+        loss *= observation.loss_count
+    # As text where JSON has no word for it: null would look like no loss.
+    total = loss if loss is None or isfinite(loss) else str(loss)
     return {
         "step": observation.step,
         "skipped": observation.skipped,
         "tokens": observation.tokens,
-        # As text where JSON has no word for it: a loss that is not a number must not look like none.
-        "loss": None
-        if loss_sum is None
-        else [loss_sum if isfinite(loss_sum) else str(loss_sum), observation.loss_count],
+        "loss": None if total is None else [total, observation.loss_count],
         "facts": {name: _number(value) for name, value in observation.facts.items()},
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
@@ -320,13 +361,16 @@ def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
         first = each[0]
         losses = [(float(step["loss"][0]), step["loss"][1]) for step in each if step["loss"] is not None]
         weights = [1 if count is None else count for _, count in losses]
+        loss = sum(total for total, _ in losses) / sum(weights) if losses and sum(weights) else None
         line: dict[str, Any] = {
             **first["facts"],  # first: what was measured is not to be overwritten
             "step": first["step"],
             "skipped": next((step["skipped"] for step in each if step["skipped"]), None),
-            "loss": sum(total for total, _ in losses) / sum(weights) if losses and sum(weights) else None,
+            "loss": loss if loss is None or isfinite(loss) else None,
             "tokens": sum(step["tokens"] for step in each),
         }
+        if loss is not None and line["loss"] is None:
+            line["loss_reason"] = str(loss)
         for name in _PER_RANK:
             line[name] = [step[name] for step in each]
         lines.append(line)

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 import os
 import statistics
 import threading
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bireme.channel import Channel
-from bireme.errors import UserError, nearest
+from bireme.errors import SharedError, UserError, nearest
 from bireme.ledger import PHASES, Segment
 from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
@@ -72,7 +71,7 @@ class Monitor:
         self._closing = threading.Lock()
         self._writer: RunWriter | None = None
         self._writer_failure: str | None = None
-        self._thread = threading.get_ident()
+        self._said_not_finite = False
 
         observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
         table, sides, mine = side_groups(self._channel, observed)
@@ -81,16 +80,16 @@ class Monitor:
             "collectives": hooks_missing() if self._channel.distributed else None,
             "run_delay": self._clock.missing,
         }
-        facts = facts or {}
-        if "nodes" not in facts:
-            ranks, nodes = introduce(self._channel)
-            facts = {"ranks": ranks, "nodes": nodes, **facts}
+        ranks, nodes = introduce(self._channel)  # always: every rank makes the same calls, whatever facts it was given
+        self.missing = {what: why for what, why in missing.items() if why}
         self._open_run(
             {
-                **facts,
+                "ranks": ranks,
+                "nodes": nodes,
+                **(facts or {}),
                 "world_size": self._channel.size,
                 "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
-                "missing": {what: why for what, why in missing.items() if why},
+                "missing": self.missing,
                 "skip_steps": skip_steps,
             }
         )
@@ -116,6 +115,8 @@ class Monitor:
             warnings,
             queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
         )
+        for why in self.missing.values():
+            log.warning("%s", why)
         self._exchange.start()
         self._observation = Observation(self._step, [])
 
@@ -150,12 +151,13 @@ class Monitor:
     def event(self, event: str, /, **fields: Any) -> None:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
         if self._writer is not None:
-            self._write(lambda writer: writer.event(event, **fields))
+            self._exchange.note({"event": event, **fields})
 
     def _begin(self) -> None:
         """The first step begins now: what was issued before it belongs to no step."""
         self._collectives.take()
         self._pauses.clear()
+        self._exchange.begin()
         self._tracker.enter(OTHER)
 
     def _end_step(self) -> None:
@@ -184,12 +186,15 @@ class Monitor:
     def _close(self, status: str, reason: str | None, within_s: float) -> None:
         self._collectives.close()
         self._garbage.close()
+        if self._collectives.failure:
+            log.warning("collectives were not all observed: %s", self._collectives.failure)
         complete = self._exchange.finish(within_s)
         if not complete and status == "finished":
             reason = f"the last steps are not in the record: {self._exchange.failure or 'no answer in time'}"
             log.warning("%s", reason)
-        if self._collectives.failure:
-            log.warning("collectives were not all observed: %s", self._collectives.failure)
+        elif self._exchange.unshared_steps and status == "finished":
+            reason = f"{self._exchange.unshared_steps} more steps of some ranks are not in the record: others had ended"
+            log.warning("%s", reason)
         if self._writer is not None:
             self._write(lambda writer: writer.finish(status, reason))
         self._clock.close()
@@ -222,7 +227,7 @@ class Monitor:
         problem = self._channel.all_gather(problem)[0]
         if problem:
             self._clock.close()
-            raise UserError(problem)
+            raise SharedError(problem)
 
     def _write(self, action: Callable[[RunWriter], None]) -> None:
         if self._writer is None or self._writer_failure is not None:
@@ -236,17 +241,20 @@ class Monitor:
     def _deliver(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
         self._write(lambda writer: writer.steps(lines))
         for line in lines:
-            if line["loss"] is not None and not math.isfinite(line["loss"]):
-                log.warning("the loss is not finite: %s in step %d", line["loss"], line["step"])
+            if "loss_reason" in line and not self._said_not_finite:
+                self._said_not_finite = True
+                log.warning(
+                    "the loss is %s since step %d: is the learning rate too high?", line["loss_reason"], line["step"]
+                )
         for event in events:
             fields = {name: value for name, value in event.items() if name != "event"}
             self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
         if self._on_steps is not None:
             try:
                 self._on_steps(lines, events)
-            except OSError as error:  # nobody reads the console any more: no reason to lose the record
-                log.warning("cannot show the steps: %s", error.strerror or error)
+            except Exception as error:  # nobody reads the console any more, or so: no reason to lose the record
                 self._on_steps = None
+                log.warning("the steps are not shown any more: %s: %s", type(error).__name__, error)
 
     def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
         self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))
@@ -269,13 +277,13 @@ class Step:
         self._monitor = monitor
         self._observation = observation
 
-    def loss(self, total: Any, count: int | None = None) -> None:
-        """The step's loss on this rank: a number or a detached scalar tensor, read later and never here.
+    def loss(self, mean: Any, tokens: int | None = None) -> None:
+        """The step's mean loss on this rank: a number or a detached scalar tensor, read later and never here.
 
-        With `count` it is a sum over that many tokens, and ranks are weighted by their tokens; without, a mean.
+        `tokens`: how many it is the mean of; ranks are weighted by them. Without, every rank counts alike.
         """
-        self._observation.loss_sum = total
-        self._observation.loss_count = count
+        self._observation.loss = mean
+        self._observation.loss_count = tokens
 
     def record(self, **facts: Any) -> None:
         """Numbers or scalar tensors that belong to the step's record (rank 0's are kept)."""

@@ -25,7 +25,7 @@ class Observation:
     spans: list[Span] = field(default_factory=list)  # issued in this step
     pauses: list[tuple[Interval, int, int]] = field(default_factory=list)  # (interval, generation, phase)
     tokens: int = 0
-    loss_sum: Any = None  # tensor or number; with loss_count None: a mean
+    loss: Any = None  # tensor or number: a mean over loss_count tokens
     loss_count: int | None = None
     skipped: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # tensors or numbers, taken from rank 0

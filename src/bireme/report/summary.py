@@ -71,8 +71,11 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
         "training_thread_ms": overhead_ms[0],
         "background_ms": overhead_ms[1],
     }
-    losses = [step["loss"] for step in run.steps if step.get("loss") is not None]
-    loss = {"first": losses[0], "last": losses[-1]} if losses else None
+    losses = [step for step in run.steps if step.get("loss") is not None or "loss_reason" in step]
+    loss = {"first": losses[0].get("loss"), "last": losses[-1].get("loss")} if losses else None
+    for name, step in zip(("first", "last"), (losses[0], losses[-1]), strict=True) if loss else ():
+        if step.get("loss") is None:
+            loss = {**(loss or {}), f"{name}_reason": str(step["loss_reason"])}
     summary |= _or_reason("loss", loss, None if losses else "no loss was recorded")
     summary |= {"verdicts": None, "verdicts_reason": "this version computes no verdicts"}
     summary["host"] = _host(run)

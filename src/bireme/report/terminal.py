@@ -35,7 +35,10 @@ def render(summary: dict[str, Any], run: Run, console: "Console") -> None:
     if summary["tokens_per_s_global"] is not None:
         line(f"tokens/s (global): {summary['tokens_per_s_global']:,.0f}")
     if summary["loss"] is not None:
-        line(f"loss: {summary['loss']['first']:.4f} at first, {summary['loss']['last']:.4f} at last")
+        first, last = (
+            summary["loss"].get(f"{name}_reason") or f"{summary['loss'][name]:.4f}" for name in ("first", "last")
+        )
+        line(f"loss: {safe(first)} at first, {safe(last)} at last")
     line("")
     for title, ledger in _ledgers(summary):
         console.print(_ledger_table(title, ledger))
