@@ -20,6 +20,7 @@ from rich.table import Table
 
 import bireme
 from bireme.config import TrainConfig
+from bireme.observe.monitor import Monitor
 from bireme.record import utc_now, write_json_atomic
 from bireme.train import Trainer
 from bireme.world import World, join, usable_cores
@@ -224,6 +225,13 @@ class Result:
             target,
             self.verdict,
         ]
+
+
+def await_exchange(monitor: Monitor) -> None:
+    """Waits until the background thread has handed over what is due: its cost belongs to the steps before."""
+    exchange = monitor._exchange
+    while exchange._submitted >= exchange._target:
+        time.sleep(0.001)
 
 
 def conclude(name: str, title: str, results: Sequence[Result], facts: dict[str, Any], ok: bool = True) -> int:

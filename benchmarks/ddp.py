@@ -88,7 +88,10 @@ class Bare:
 
 
 def observed(trainer: Trainer, directory: Path, facts: dict[str, Any], output: TextIO) -> tuple[int, int]:
-    """Trains a block; (process CPU, wall) of the loop with the monitor's close."""
+    """Trains a block; (process CPU, wall) of its steps, with what the background thread does for them.
+
+    A run pays for making and closing the monitor once; a block of a few steps would pay too much of it.
+    """
     world = trainer.world
     printer: StepPrinter | None = None
 
@@ -114,7 +117,9 @@ def observed(trainer: Trainer, directory: Path, facts: dict[str, Any], output: T
         cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
         with monitor:
             loop(trainer, monitor, stop.check)
-        return time.process_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
+            wall_ns = time.perf_counter_ns() - wall_ns
+            common.await_exchange(monitor)
+            return time.process_time_ns() - cpu_ns, wall_ns
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ def measure(world: World, pairs: int, scratch: Path) -> int:
                     losses = bare.train(output)
                     cost = time.process_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
                     # As a run records a loss: each rank's sum over its tokens.
-                    bare_losses.extend(float(loss * tokens) for loss in losses)
+                    bare_losses.extend(float(loss) * tokens for loss in losses)
                 if turn >= 0:
                     costs[arm].append((*cost, yardsticks[arm].take()))
 

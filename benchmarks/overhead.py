@@ -77,10 +77,7 @@ class PausingMonitor:
         self.pause()
 
     def pause(self) -> None:
-        """Waits until the background thread has handed over what is due; its cost belongs to the block before."""
-        exchange = self.monitor._exchange
-        while exchange._submitted >= exchange._target:
-            time.sleep(0.001)
+        common.await_exchange(self.monitor)
         self.monitor._collectives.close()
 
     def go_on(self) -> None:

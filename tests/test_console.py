@@ -182,9 +182,8 @@ def test_a_line_a_step(console: Console) -> None:
 def test_what_is_not_known_is_not_available(console: Console) -> None:
     printer = StepPrinter(console, 9, lambda rate: None)
     printer.show(record(9, [1000], loss=None))
-    assert shown(console) == [
-        "step 9/9  loss n/a  1000 ms  4,096 tokens/s (global)  communication 0%  MFU n/a  ETA 0:00"
-    ]
+    expected = "step 9/9  loss n/a  1000 ms  4,096 tokens/s (global)  communication 0%  MFU n/a  ETA 0:00"
+    assert shown(console) == [expected]
 
 
 def test_an_evaluation_is_in_the_line(console: Console) -> None:
