@@ -1,9 +1,10 @@
 """`make demo`: 1, 2 and 4 ranks, then one rank slowed down by several delays; the table, the picture, one report.
 
-Takes about two minutes on two cores. Everything it leaves is under runs/.
+Takes about two minutes on two cores. What it leaves is under runs/, and the corpus's tokens in ~/.cache/bireme.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 STEPS = "20"
+STEP_LINE = re.compile(r"step +\d+/\d+ ")
 
 
 def run(*command: str, **environment: str) -> str:
@@ -26,7 +28,7 @@ def run(*command: str, **environment: str) -> str:
     with subprocess.Popen(command, cwd=REPOSITORY, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if not line.startswith("step "):  # the steps are in the run directory; here they would only scroll by
+            if not STEP_LINE.match(line):  # the steps are in the run directory; here they would only scroll by
                 print(line, end="", flush=True)
             last = line.strip() or last
     if process.returncode:

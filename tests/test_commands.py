@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import pytest
+import torch
 
 from bireme import cli, world
 from bireme.record import read_run
@@ -109,6 +110,8 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """say("train", "--stepz", "5", RANK="0"): what the command writes to standard error before it ends with code 2."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which the command would set for good
+    threads = torch.get_num_threads()
     for name in set(os.environ) - set(CLEAN):
         monkeypatch.delenv(name)
 
@@ -123,6 +126,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         return lines[0]
 
     yield command
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

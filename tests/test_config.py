@@ -159,7 +159,7 @@ def test_text_that_is_not_utf_8_is_not_toml(tmp_path: Path) -> None:
         ("seed = -1", "seed is -1: it must not be negative"),
         ("lr_warmup_steps = -1", "lr_warmup_steps is -1: it must not be negative"),
         ("lr_min_ratio = 1.5", "lr_min_ratio is 1.5: it must be from 0 to 1"),
-        ("beta2 = -0.1", "beta2 is -0.1: it must be from 0 to 1"),
+        ("beta2 = -0.1", "beta2 is -0.1: it must be from 0 to below 1"),
         ("evaluation_samples = 0", "evaluation_samples is 0 but evaluate_every is not"),
     ],
 )

@@ -206,7 +206,8 @@ def test_which_rows_are_compared() -> None:
     assert sweep_rows([plain, single]) == []
     assert balanced_rows([*sweep, plain]) == [plain]
     assert balanced_rows(sweep) == [sweep[0]]
-    assert straggler_pair([*sweep, plain, single]) == (plain, sweep[2])  # nothing balanced with four ranks
+    assert straggler_pair([*sweep, plain, single]) == (sweep[0], sweep[2])  # nothing balanced with four ranks
+    assert straggler_pair([sweep[2], plain]) == (plain, sweep[2])
     four = replace(plain, ranks=4)
     assert straggler_pair([*sweep, plain, single, four]) == (four, single)
     assert straggler_pair([single]) == (None, single)

@@ -1,5 +1,6 @@
 """`bireme VERB`: parses the command line, and imports what a verb needs only when it runs."""
 
+import errno
 import inspect
 import os
 import re
@@ -78,11 +79,20 @@ def train(config: Path | None, overrides: dict[str, Any]) -> None:
     STRAGGLER_MS (a delay in milliseconds, or a list that takes turns), STRAGGLER_RANK and STRAGGLER_PHASE in the
     environment make one rank slow on purpose.
     """
+    _wait_without_spinning()
     from bireme.train import run_training
 
     if "model" in overrides:
         overrides["model"] = {name: _toml_value(text) for name, text in overrides["model"].items()}
-    run_training(lambda: load_config(config, overrides))
+    directory, world = run_training(lambda: load_config(config, overrides))
+    if world.rank == 0:
+        print(f"run directory: {directory}  (bireme report {directory})")
+
+
+def _wait_without_spinning() -> None:
+    """Before torch is loaded: OpenMP's threads spin while they wait, ten times slower where cores are shared, and
+    spinning looks like computing."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _toml_value(text: str) -> Any:
@@ -137,6 +147,7 @@ def sample(
     seed
         The same seed gives the same text.
     """
+    _wait_without_spinning()
     from bireme.sample import sample_run
 
     print(sample_run(run, prompt, num_tokens, temperature, top_k, seed))
@@ -160,6 +171,7 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     try:
         command, bound = _parse(app, arguments)
         command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
     except UserError as error:
         if not getattr(error, "shown_by_rank_0", False) or os.environ.get("RANK", "0") == "0":
             # What is quoted may come from a foreign file: nothing in it may drive the terminal.
@@ -170,6 +182,12 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `bireme report RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"bireme: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0
 
 

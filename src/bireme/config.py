@@ -111,9 +111,16 @@ class TrainConfig:
         for name in (*not_negative, "peak_seconds", "seed", "evaluation_samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must not be negative")
-        for name in ("lr_min_ratio", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
+        if not 0 <= self.lr_min_ratio <= 1:
+            raise UserError(f"lr_min_ratio is {self.lr_min_ratio}: it must be from 0 to 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be from 0 to below 1")
+        limits = {"threads": 1024, "bucket_mb": 1e6, "peak_seconds": 600.0}
+        for each in fields(self):
+            value, most = getattr(self, each.name), limits.get(each.name, 2**31 - 1)
+            if isinstance(value, (int, float)) and value > most and each.name not in ("lr", "weight_decay"):
+                raise UserError(f"{each.name} is {str(value)[:20]}: it must be at most {most:g}")
         if self.evaluate_every and not self.evaluation_samples:
             raise UserError(
                 "evaluation_samples is 0 but evaluate_every is not: set evaluate_every to 0 to evaluate never"

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -54,7 +55,8 @@ class RankLog(logging.Handler):
                     self._said.add(message)
                     self._warnings.append(message)
         elif self._rank == 0:
-            self._console.print(Text(record.getMessage()))
+            with suppress(OSError):  # nobody reads the console: no reason not to train
+                self._console.print(Text(record.getMessage()))
 
     def take_warnings(self) -> list[str]:
         """Warnings of this rank that rank 0 has not been told."""
@@ -64,7 +66,8 @@ class RankLog(logging.Handler):
 
     def show_warning(self, message: str, ranks: list[int], world_size: int) -> None:
         where = "" if world_size == 1 else f" ({name_ranks(ranks)})"
-        self._console.print(Text(f"warning{where}: {message}", style="yellow"))
+        with suppress(OSError):
+            self._console.print(Text(f"warning{where}: {message}", style="yellow"))
 
     def open(self, run_directory: Path) -> None:
         """Begins the rank's log file. A node without a shared file system gets a directory of its own."""
@@ -98,7 +101,7 @@ class RankLog(logging.Handler):
             self._file = None
         if self._rank == 0:
             for message in self.take_warnings():
-                self._console.print(Text(f"warning: {message}", style="yellow"))
+                self.show_warning(message, [0], 1)
         super().close()
 
     def __enter__(self) -> Self:

@@ -50,6 +50,8 @@ def load_weights(path: Path) -> GPT:
             metadata: dict[str, str] = file.metadata() or {}
             weights: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UserError(f"{path.parent} is not a directory: give the directory of a run") from None
         raise UserError(f"{path} does not exist: this run has saved no weights yet") from None
     except SafetensorError as error:
         raise UserError(f"{path} is torn or not a safetensors file: {_one_line(error)}") from None

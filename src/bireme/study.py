@@ -254,12 +254,16 @@ def sweep_rows(rows: Sequence[Row]) -> list[Row]:
 
 def straggler_pair(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
     """(balanced, straggler) on equal terms, of the most ranks and then the largest delay; (None, straggler) when
-    there is no balanced run to compare with, (None, None) without a straggler."""
+    there is no balanced run to compare with, (None, None) without a straggler. A sweep's own steps without a delay
+    come before another run's: those were measured at another moment."""
     balanced = {(row.ranks, row.reduction, row.model): row for row in balanced_rows(rows)}
     delayed = sorted(
         (row for row in rows if row.straggler_ms), key=lambda row: (row.ranks, row.straggler_ms), reverse=True
     )
     for row in delayed:
+        for other in rows:
+            if other.run == row.run and not other.straggler_ms:
+                return other, row
         if (row.ranks, row.reduction, row.model) in balanced:
             return balanced[row.ranks, row.reduction, row.model], row
     return None, delayed[0] if delayed else None

@@ -53,6 +53,13 @@ class Trainer:
                 f"sequence_length {self.length} is longer than the model's context of "
                 f"{self.model_config.sequence_length} tokens: shorten it, or set model.sequence_length"
             )
+        weights_gb = num_parameters(self.model_config) * 4 / 1e9
+        memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        if world.device.type == "cpu" and weights_gb > memory_gb:
+            raise UserError(
+                f"the model's weights need {weights_gb:.3g} GB, this machine has {memory_gb:.3g} GB: "
+                "choose a smaller preset or smaller model fields"
+            )
         self.straggler = Straggler.from_environment(os.environ, world.size)
         self.injector = Injector(self.straggler, world.rank)
         # One rank a node reads the sources; the others find them prepared.
@@ -77,6 +84,9 @@ class Trainer:
         config, model = self.config, self.module
         self.injector.plant_in_backward(model.layers[len(model.layers) // 2])
         if config.compile:
+            # Blocks are compiled one by one: there is nothing for dynamo's own DDP splitting to do, and it refuses
+            # buckets below a megabyte.
+            torch._dynamo.config.optimize_ddp = False
             compile_blocks(model)
         self.replicas: Replicas = replicate(model, config.overlap, config.bucket_mb)
         matrices = [each for each in model.parameters() if each.dim() >= 2]
@@ -192,10 +202,15 @@ class PeerLost(UserError):
 
 @contextmanager
 def peer_lost_in_one_line(world: World, check_for_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turns the backend's error about a closed connection into PeerLost, or into the stop that both were asked for."""
+    """Turns the backend's error about a closed connection into PeerLost, or into the stop that both were asked for;
+    and what does not fit into memory into a UserError."""
     try:
         yield
+    except MemoryError as error:
+        raise UserError(f"not enough memory for these sizes: {error}") from None
     except RuntimeError as error:
+        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+            raise UserError(f"not enough memory for these sizes: {str(error).splitlines()[0]}") from None
         check_for_stop()
         if _LOST_PEER.search(str(error)):
             raise PeerLost(

@@ -44,7 +44,8 @@ class Monitor:
     synchronised, exchanged or written: a background thread does that, on gloo groups of its own.
 
     directory: the run directory, made by rank 0; UserError on every rank when it exists already.
-    facts: what is known about the run, for run.json. `channel`: to share the side group, else one is made.
+    facts: fields of run.json that the loop knows (docs/run-directory.md names them).
+    channel: to share the side group, else one is made.
     exchange_every: hand the steps over at least this often. skip_steps: warm-up steps kept out of averages.
     on_steps: called on rank 0, in the background thread, with each window's step records and events.
     warnings: asked for this rank's new warnings, which travel to rank 0. device: "cuda" to follow the compute stream.
@@ -282,7 +283,7 @@ class Step:
 
         `tokens`: how many it is the mean of; ranks are weighted by them. Without, every rank counts alike.
         """
-        self._observation.loss = mean
+        self._observation.loss = mean.detach() if hasattr(mean, "detach") else mean
         self._observation.loss_count = tokens
 
     def record(self, **facts: Any) -> None:
