@@ -95,7 +95,7 @@ def line_of(run: Path, prompt: str = "a", **arguments: Any) -> str:
 
 def test_no_weights_yet(tmp_path: Path) -> None:
     assert line_of(tmp_path).endswith("model.safetensors does not exist: this run has saved no weights yet")
-    assert "no weights yet" in line_of(tmp_path / "no such run")
+    assert "no such run is not a directory" in line_of(tmp_path / "no such run")
 
 
 @pytest.mark.parametrize("size", [0, 5, 8, 100, 2000, -1])
