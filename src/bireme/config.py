@@ -116,7 +116,10 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be from 0 to below 1")
-        limits = {"threads": 1024, "bucket_mb": 1e6, "peak_seconds": 600.0}
+        for name in ("run", "data"):
+            if not str(getattr(self, name)).isprintable():
+                raise UserError(f"{name} is {getattr(self, name)!r}: write it with printable characters only")
+        limits = {"global_batch_size": 10_000_000, "threads": 1024, "bucket_mb": 1e6, "peak_seconds": 600.0}
         for each in fields(self):
             value, most = getattr(self, each.name), limits.get(each.name, 2**31 - 1)
             if isinstance(value, (int, float)) and value > most and each.name not in ("lr", "weight_decay"):

@@ -71,6 +71,8 @@ class ModelConfig:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"{name} is {size!r}: it must be a whole number of at least 1")
+            if size > 2**31 - 1:
+                raise UserError(f"{name} is {str(size)[:20]}: it must be at most {2**31 - 1}")
         for name in ("bias", "tied_embedding"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} is {getattr(self, name)!r}: it must be true or false")

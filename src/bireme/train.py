@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import nn
 
 import bireme
@@ -278,8 +279,8 @@ def train(config: TrainConfig, world: World, console: Console) -> Path:
         if world.rank == 0:
             try:
                 save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
-            except OSError as error:
-                raise UserError(f"cannot save the weights in {directory}: {error.strerror or error}") from None
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"cannot save the weights in {directory}: {error}") from None
         return directory
 
 

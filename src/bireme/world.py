@@ -201,6 +201,10 @@ def _meet(launch: Launch, timeout_s: float) -> Any:
     if not hosts_store:
         _await_listener(launch, where, deadline, timeout_s)
     try:
+        socket.getaddrinfo(launch.master_address, launch.master_port)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={launch.master_address} cannot be resolved: {error}") from None
+    try:
         store = dist.TCPStore(
             launch.master_address,
             launch.master_port,
@@ -265,13 +269,19 @@ def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_
         arrived = store.add("arrived", 0)
 
 
+def printable(text: str) -> str:
+    """Text without control characters or bytes that are not UTF-8: they are written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def _identity(local_rank: int, device: torch.device) -> dict[str, Any]:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot_id = platform.node()
     return {
-        "node": os.environ.get("BIREME_NODE") or socket.gethostname(),
+        # The name is shown and stored: whatever cannot be is escaped.
+        "node": printable(os.environ.get("BIREME_NODE") or socket.gethostname()),
         "host": socket.gethostname(),
         "boot_id": boot_id,
         "local_rank": local_rank,

@@ -1,5 +1,6 @@
 """The Monitor: follows a training loop and leaves a run directory with the ledger of every rank and step."""
 
+import atexit
 import itertools
 import logging
 import os
@@ -7,6 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -119,6 +121,7 @@ class Monitor:
         for why in self.missing.values():
             log.warning("%s", why)
         self._exchange.start()
+        atexit.register(self._at_exit)
         self._observation = Observation(self._step, [])
 
     # --- the loop ---
@@ -185,6 +188,7 @@ class Monitor:
                 self._close(status, reason, within_s)
 
     def _close(self, status: str, reason: str | None, within_s: float) -> None:
+        atexit.unregister(self._at_exit)
         self._collectives.close()
         self._garbage.close()
         if self._collectives.failure:
@@ -197,8 +201,14 @@ class Monitor:
             reason = f"{self._exchange.unshared_steps} more steps of some ranks are not in the record: others had ended"
             log.warning("%s", reason)
         if self._writer is not None:
-            self._write(lambda writer: writer.finish(status, reason))
+            # Also after a failed write: a disk may have room for this much, and nobody should take the run for alive.
+            with suppress(OSError):
+                self._writer.finish(status, reason or self._writer_failure)
         self._clock.close()
+
+    def _at_exit(self) -> None:
+        """A loop that never closed its monitor keeps its record, and its process ends as if there were none."""
+        self.close("finished", "the monitor was not closed", within_s=5.0)
 
     def __enter__(self) -> Self:
         return self
