@@ -25,7 +25,6 @@ RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 EVENTS_FILE = "events.jsonl"
 LOGS_DIRECTORY = "logs"
-MODEL_FILE = "model.safetensors"
 
 CELLS = len(PHASES) * len(STATES)
 
