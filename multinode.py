@@ -48,11 +48,11 @@ def multinode(*, plot: bool = False, overlap: bool = False, steps: int = 40) -> 
 
 
 def _train(overlap: bool, steps: int) -> None:
+    from bireme.environment import Launch
     from bireme.inject import Straggler
     from bireme.record import read_run
-    from bireme.study import load_rows, rows_from_run, save_rows, table
+    from bireme.study.rows import load_rows, rows_from_run, save_rows, table
     from bireme.train import run_training
-    from bireme.world import Launch
 
     def config() -> TrainConfig:
         ranks = Launch.from_environment(os.environ).size
@@ -82,7 +82,7 @@ def _train(overlap: bool, steps: int) -> None:
 
 def _plot() -> None:
     from bireme.report.plot import plot
-    from bireme.study import load_rows
+    from bireme.study.rows import load_rows
 
     rows, _ = load_rows(ROWS)
     picture = ROWS / "multinode.png"

@@ -20,10 +20,11 @@ from rich.table import Table
 
 import bireme
 from bireme.config import TrainConfig
+from bireme.cores import usable_cores
 from bireme.observe.monitor import Monitor
 from bireme.record import utc_now, write_json_atomic
 from bireme.train import Trainer
-from bireme.world import World, join, usable_cores
+from bireme.world import World, join
 
 RANKS = 2
 STEP_MS = 200.0

@@ -19,7 +19,7 @@ from bireme.errors import UserError
 from bireme.ledger import BLOCKED, PHASES, STATES, TRANSFER, WAIT
 from bireme.record import read_run, write_json_atomic
 from bireme.report.summary import measured_steps
-from bireme.study import fit_line
+from bireme.study.rows import fit_line
 
 
 def analyse(directory: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import orjson
 import pytest
 import torch
 
-from bireme import cli, world
+from bireme import cli, meeting
 from bireme.record import read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -26,8 +26,9 @@ CLEAN = {
     name: value
     for name, value in os.environ.items()
     if not name.startswith(
-        ("STRAGGLER_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE")
+        ("STRAGGLER_", "CUDA_VISIBLE", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE", "NNODES")
     )
+    and not name.startswith(("GROUP_", "SLURM_", "BIREME_", "GLOO_SOCKET", "NCCL_SOCKET", "TP_SOCKET"))
 }
 
 
@@ -205,8 +206,8 @@ def test_a_port_in_use(say: Any) -> None:
 
 
 def test_ranks_that_never_come_are_named(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "JOIN_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(world, "_SAY_AFTER_S", 0.5)
+    monkeypatch.setenv("BIREME_JOIN_TIMEOUT_S", "1")
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.5)
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = str(holder.getsockname()[1])
@@ -214,6 +215,96 @@ def test_ranks_that_never_come_are_named(say: Any, monkeypatch: pytest.MonkeyPat
     assert "ranks 1-2 of 3 did not come" in line
     line = say("train", RANK="1", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert "rank 1 cannot reach rank 0" in line
+
+
+# --- several launchers -------------------------------------------------------------------------------------------
+
+
+def launch(arguments: list[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    settings = {**CLEAN, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.Popen(
+        [*TORCHRUN, *arguments], cwd=cwd, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def outputs(launched: list[subprocess.Popen[str]]) -> list[str]:
+    """What they printed, when all have ended well."""
+    try:
+        printed = [each.communicate(timeout=180)[0] for each in launched]
+    finally:
+        for each in launched:
+            if each.poll() is None:
+                each.terminate()  # torchrun ends its ranks
+                each.communicate()
+    assert [each.returncode for each in launched] == [0] * len(launched), "\n".join(printed)
+    return printed
+
+
+def test_unequal_nodes_whose_numbers_are_not_heeded(tmp_path: Path) -> None:
+    """The c10d rendezvous numbers nodes as it likes: who is where is learned, never computed."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        endpoint = f"127.0.0.1:{holder.getsockname()[1]}"
+    training = ["-m", "bireme", "train", "--steps", "4", "--run-dir", "run", "--peak-seconds", "0"]
+    training += ["--global-batch-size", "3", "--sequence-length", "32", "--evaluate-every", "0", "--threads", "1"]
+    common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=unequal", *training]
+    printed = outputs(
+        [
+            launch(
+                [f"--nproc-per-node={ranks}", f"--node-rank={node_rank}", *common],
+                tmp_path,
+                BIREME_NODE=name,
+            )
+            for name, ranks, node_rank in (("lone", 1, 1), ("pair", 2, 0))
+        ]
+    )
+    facts = read_run(tmp_path / "run").facts
+    ranks_of = {node["name"]: node["ranks"] for node in facts["nodes"]}
+    assert {name: len(ranks) for name, ranks in ranks_of.items()} == {"lone": 1, "pair": 2}
+    assert sorted(ranks_of["lone"] + ranks_of["pair"]) == [0, 1, 2]
+    for rank in facts["ranks"]:
+        assert rank["rank"] in ranks_of[rank["node"]]
+        assert rank["local_rank"] == ranks_of[rank["node"]].index(rank["rank"])
+        assert rank["address"]
+        assert rank["interface"]
+    # The shortcut puts some rank on another node, whichever node torchrun counts first.
+    order = sorted(ranks_of, key=lambda name: ranks_of[name])
+    computed = [rank["rank"] // len(ranks_of[rank["node"]]) for rank in facts["ranks"]]
+    assert computed != [order.index(rank["node"]) for rank in facts["ranks"]]
+    advertised = [line for line in "".join(printed).splitlines() if " advertises address " in line]
+    assert len(advertised) == 1, "the console is rank 0's; the others write it into their files"
+    assert advertised[0].startswith(f"rank 0 on node {facts['ranks'][0]['node']} advertises address ")
+    for rank in facts["ranks"]:
+        text = (tmp_path / "run" / "logs" / f"rank-{rank['rank']}.log").read_text()
+        assert f"rank {rank['rank']} on node {rank['node']} advertises address {rank['address']} via" in text
+
+
+JOIN = """
+import torch, torch.distributed as dist
+from bireme.world import join
+world = join()
+mine = torch.ones(1)
+dist.all_reduce(mine)
+if world.rank == 0:
+    print("sum", int(mine))
+world.leave()
+"""
+
+
+def start_jobs_at_once(folder: Path, times: int) -> None:
+    (folder / "job.py").write_text(JOIN)
+    for _ in range(times):
+        jobs = [launch(["--standalone", "--nproc-per-node=2", "job.py"], folder) for _ in range(2)]
+        assert ["sum 2" in printed for printed in outputs(jobs)] == [True, True]
+
+
+def test_two_jobs_at_once(tmp_path: Path) -> None:
+    start_jobs_at_once(tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_jobs_at_once_ten_times(tmp_path: Path) -> None:
+    start_jobs_at_once(tmp_path, 10)
 
 
 # --- interrupted -------------------------------------------------------------------------------------------------

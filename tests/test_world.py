@@ -1,103 +1,16 @@
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from bireme import world
+from bireme.advertise import Place
 from bireme.errors import UserError
-from bireme.world import Launch, name_ranks, topology
-
-MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    **MEETING,
-    "RANK": "9",
-    "WORLD_SIZE": "16",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "8",
-    "GROUP_RANK": "1",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-NODES = {**MEETING, "NODE_RANK": "1", "NNODES": "4"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param({}, Launch(0, 1, 0, "", 0, False), id="nothing"),
-        pytest.param({"PATH": "/bin", **MEETING}, Launch(0, 1, 0, "", 0, False), id="only a meeting point"),
-        pytest.param({"NODE_RANK": "0"}, Launch(0, 1, 0, "", 0, False), id="half of the fallback"),
-        pytest.param(TORCHRUN, Launch(9, 16, 1, "10.0.0.1", 29500, True), id="torchrun"),
-        pytest.param(
-            {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"},
-            Launch(9, 16, 1, "10.0.0.1", 29500, False),
-            id="torchrun without the agent's store",
-        ),
-        pytest.param(
-            {**MEETING, "RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 3, "10.0.0.1", 29500, False), id="no LOCAL_RANK"
-        ),
-        pytest.param(
-            {**MEETING, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            Launch(0, 1, 0, "10.0.0.1", 29500, False),
-            id="a world of one",
-        ),
-        pytest.param(NODES, Launch(1, 4, 0, "10.0.0.1", 29500, False), id="NODE_RANK of NNODES"),
-        pytest.param({**NODES, "LOCAL_RANK": "3"}, Launch(1, 4, 0, "10.0.0.1", 29500, False), id="one rank a node"),
-        pytest.param(
-            {**TORCHRUN, "NODE_RANK": "1", "NNODES": "2"},
-            Launch(9, 16, 1, "10.0.0.1", 29500, True),
-            id="RANK comes before NODE_RANK",
-        ),
-        pytest.param({**NODES, "MASTER_PORT": "1"}, Launch(1, 4, 0, "10.0.0.1", 1, False), id="lowest port"),
-        pytest.param({**NODES, "MASTER_PORT": "65535"}, Launch(1, 4, 0, "10.0.0.1", 65535, False), id="highest port"),
-    ],
-)
-def test_a_launch_from_the_environment(environ: dict[str, str], expected: Launch) -> None:
-    assert Launch.from_environment(environ) == expected
-
-
-def without(environ: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in names}
-
-
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
-        pytest.param(without(TORCHRUN, "WORLD_SIZE"), ["RANK=9 is set but WORLD_SIZE is not"], id="no WORLD_SIZE"),
-        pytest.param(without(TORCHRUN, "RANK"), ["WORLD_SIZE=16 is set but RANK is not"], id="no RANK"),
-        pytest.param({**TORCHRUN, "RANK": "16"}, ["RANK=16", "WORLD_SIZE=16", "0 to 15"], id="rank too high"),
-        pytest.param({**TORCHRUN, "RANK": "-1"}, ["RANK=-1", "WORLD_SIZE=16"], id="rank negative"),
-        pytest.param({**TORCHRUN, "RANK": "one"}, ["RANK='one' is not a whole number"], id="rank no number"),
-        pytest.param({**TORCHRUN, "RANK": ""}, ["RANK='' is not a whole number"], id="rank empty"),
-        pytest.param(
-            {**TORCHRUN, "WORLD_SIZE": "2.5"}, ["WORLD_SIZE='2.5' is not a whole number"], id="size no number"
-        ),
-        pytest.param(
-            {**TORCHRUN, "LOCAL_RANK": "8"}, ["LOCAL_RANK=8", "LOCAL_WORLD_SIZE=8", "contradict"], id="local rank high"
-        ),
-        pytest.param({**TORCHRUN, "LOCAL_RANK": "-1"}, ["LOCAL_RANK=-1", "LOCAL_WORLD_SIZE=8"], id="local negative"),
-        pytest.param(
-            {**TORCHRUN, "LOCAL_WORLD_SIZE": "32"}, ["LOCAL_WORLD_SIZE=32", "WORLD_SIZE=16"], id="node above world"
-        ),
-        pytest.param({**TORCHRUN, "LOCAL_RANK": "x"}, ["LOCAL_RANK='x' is not a whole number"], id="local no number"),
-        pytest.param(without(TORCHRUN, "MASTER_ADDR"), ["RANK=9", "MASTER_ADDR is not"], id="no address"),
-        pytest.param({**TORCHRUN, "MASTER_ADDR": ""}, ["RANK=9", "MASTER_ADDR is not"], id="empty address"),
-        pytest.param(without(TORCHRUN, "MASTER_PORT"), ["RANK=9", "MASTER_PORT is not"], id="no port"),
-        pytest.param({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT='http'"], id="port no number"),
-        pytest.param({**TORCHRUN, "MASTER_PORT": "65536"}, ["MASTER_PORT=65536 is not a port"], id="port too high"),
-        pytest.param({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT=0 is not a port"], id="port zero"),
-        pytest.param({**NODES, "NODE_RANK": "4"}, ["NODE_RANK=4", "NNODES=4", "0 to 3"], id="node rank too high"),
-        pytest.param({**NODES, "NNODES": "1:4"}, ["NNODES='1:4' is not a whole number"], id="elastic NNODES"),
-        pytest.param(without(NODES, "MASTER_ADDR"), ["NODE_RANK=1", "MASTER_ADDR is not"], id="nodes, no address"),
-    ],
-)
-def test_contradictions_are_said_with_the_variables(environ: dict[str, str], said: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
-        Launch.from_environment(environ)
-    for part in said:
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
-
+from bireme.nodes import EmulatedCluster
+from bireme.world import join_timeout_s, topology
 
 # --- topology ----------------------------------------------------------------------------------------------------
 
@@ -180,20 +93,78 @@ def test_identities_are_left_as_they_are() -> None:
     assert identities == [identity("a", boot_id="x"), identity("a", boot_id="y")]
 
 
-# --- names -------------------------------------------------------------------------------------------------------
+def test_the_identity_has_the_address_that_the_rank_advertises() -> None:
+    device = world.torch.device("cpu")
+    placed = world._identity(0, device, Place("a", "stack", "10.0.0.7", "eth1"))
+    assert (placed["address"], placed["interface"]) == ("10.0.0.7", "eth1")
+    alone = world._identity(0, device)
+    assert (alone["address"], alone["interface"]) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0-1"),
-        ([0, 1, 2, 5], "ranks 0-2, 5"),
-        ([5, 2, 1, 0], "ranks 0-2, 5"),
-        ([1, 3, 5], "ranks 1, 3, 5"),
-        ([0, 2, 3, 4, 6, 7], "ranks 0, 2-4, 6-7"),
-        (list(range(1024)), "ranks 0-1023"),
-    ],
-)
-def test_name_ranks(ranks: list[int], text: str) -> None:
-    assert name_ranks(ranks) == text
+# --- joining -----------------------------------------------------------------------------------------------------
+
+
+def test_the_time_to_join() -> None:
+    assert join_timeout_s({}) == join_timeout_s({"BIREME_JOIN_TIMEOUT_S": ""}) == 30.0
+    assert join_timeout_s({"BIREME_JOIN_TIMEOUT_S": "2.5"}) == 2.5
+    for wrong in ("0", "-1", "soon", "nan", "inf"):
+        with pytest.raises(UserError, match=r"BIREME_JOIN_TIMEOUT_S=.* is not a number of seconds above 0"):
+            join_timeout_s({"BIREME_JOIN_TIMEOUT_S": wrong})
+
+
+JOIN = """
+import torch, torch.distributed as dist
+from bireme.errors import UserError
+from bireme.nodes import EmulatedCluster
+from bireme.world import join
+try:
+    world = join()
+except UserError as error:
+    raise SystemExit(f"said: {error}")
+mine = torch.full((1,), world.rank + 1.0)
+dist.all_reduce(mine)
+print("joined", int(mine), [(rank["node"], rank["address"]) for rank in world.ranks])
+world.leave()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_machines() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(nodes=2, link="unlimited") as cluster:
+        if not cluster.shaped:
+            pytest.skip(f"no emulated machines here: {cluster.reason}")
+        yield cluster
+
+
+def join_on(cluster: EmulatedCluster, *variables: dict[str, str]) -> list[tuple[int, str]]:
+    """Each node's exit code and what its rank printed, when it joins with these variables and no others for gloo."""
+    started = []
+    with contextlib.ExitStack() as stack:
+        for node, own in zip(cluster.nodes, variables, strict=True):
+            output = stack.enter_context(tempfile.TemporaryFile("w+"))
+            env = {"GLOO_SOCKET_IFNAME": "", "BIREME_JOIN_TIMEOUT_S": "60", **own}
+            command = [sys.executable, "-c", JOIN]
+            started.append((node.start(command, env=env, stdout=output.fileno(), stderr=output.fileno()), output))
+        ended = []
+        for process, output in started:
+            code = process.wait(120.0)
+            output.seek(0)
+            ended.append((code, output.read()))
+    return ended
+
+
+def test_machines_find_their_cards_by_themselves(two_machines: EmulatedCluster) -> None:
+    """Also where the master's own name is 127.0.1.1 to itself, as Debian's hosts file has it."""
+    debian = {"MASTER_ADDR": "127.0.1.1"}
+    joined = f"joined 3 {[(node.name, node.address) for node in two_machines.nodes]}"
+    for code, printed in join_on(two_machines, debian, {}):
+        assert code == 0, printed
+        assert joined in printed
+
+
+def test_a_card_that_others_cannot_reach_is_said_on_every_machine(two_machines: EmulatedCluster) -> None:
+    (first, printed), (second, also_printed) = join_on(two_machines, {}, {"GLOO_SOCKET_IFNAME": "lo"})
+    assert first == second == 1
+    for said in (printed, also_printed):
+        assert "said: node node0 (rank 0) cannot connect to node node1 (rank 1) at 127.0.0.1:" in said
+        assert "interface lo, which only that node itself reaches" in said

@@ -16,6 +16,7 @@ from cyclopts import Parameter
 
 from bireme import __version__
 from bireme.config import TrainConfig, load_config
+from bireme.environment import Launch
 from bireme.errors import UserError, nearest
 
 app = cyclopts.App(
@@ -120,6 +121,192 @@ def report(*runs: Path, json: bool = False) -> None:
 
 
 @app.command
+def nodes(
+    *command: str,
+    nodes: int = 2,
+    link: str = "1gbit",
+    cores_per_node: int | None = None,
+    delay: str | None = None,
+    torchrun: str | None = None,
+) -> int:
+    """Run a command on every node of an emulated cluster: machines with their own network card, on real limited links.
+
+    bireme nodes --nodes 2 --link 1gbit -- hostname
+    bireme nodes --nodes 2 --link 1gbit --torchrun 1 -- -m bireme train --preset toy
+
+    Parameters
+    ----------
+    command
+        After `--`: the command, run on every node at once; with --torchrun, what torchrun is to start.
+    nodes
+        Number of machines.
+    link
+        Rate of every node's network card, both ways, as in 100mbit, 1gbit, 2.5gbit; or unlimited.
+    cores_per_node
+        Cores that each node is pinned to; not given, the cores here are shared out.
+    delay
+        Added one-way delay between two nodes, as in 1ms, where the kernel has netem.
+    torchrun
+        Start torchrun with this many ranks on each node: 2, or 1,2 for unequal nodes.
+    """
+    from bireme.nodes_command import nodes_command
+
+    return nodes_command(list(command), nodes, link, cores_per_node, delay, torchrun)
+
+
+@app.command
+def links(
+    *,
+    max_bytes: str = "64MiB",
+    seconds: float = 30.0,
+    out: Path = Path("links.json"),
+    read: Path | None = None,
+    brief: bool = False,
+    json: bool = False,
+    device: str = "auto",
+) -> None:
+    """Measure the collectives between ranks and nodes: time, rate, and which pair of nodes is slow.
+
+    bireme nodes --nodes 2 --link 1gbit -- bireme links
+    torchrun --nproc-per-node 2 -m bireme links
+
+    Parameters
+    ----------
+    max_bytes
+        Largest message, as in 8MiB; the smallest is 1 KiB.
+    seconds
+        Time for all measurements together. What is not reached by then is shown as n/a.
+    out
+        File for the measured table; it is replaced, and a picture is drawn beside it.
+    read
+        Show a file that was measured before instead.
+    brief
+        Two lines instead of tables: the largest all-reduce, and slow pairs if there are any.
+    json
+        Print one JSON object instead of tables (docs/links.md).
+    device
+        auto (GPUs where there are any), cpu or cuda.
+    """
+    _wait_without_spinning()
+    from bireme.link_command import links_command
+
+    links_command(max_bytes, seconds, out, read, json, device, brief)
+
+
+@app.command
+def doctor(
+    *,
+    peers: str | None = None,
+    port: int | None = None,
+    ranks_per_node: int | None = None,
+    workers: int = 0,
+    wait: float | None = None,
+    brief: bool = False,
+    json: bool = False,
+) -> int:
+    """Will this cluster start, and will it be fast? Run it on one machine, or on every node at once.
+
+    bireme nodes --nodes 2 -- bireme doctor
+    bireme doctor --peers node0,node1        (the same on every node)
+
+    Exit code 1 when a check fails. Under torchrun and srun it finds the other nodes by itself.
+
+    Parameters
+    ----------
+    peers
+        The nodes, in the same order on each; the first is where the others will meet. Not needed under a launcher.
+    port
+        Port of the meeting point that training will use; 29500 unless the environment says otherwise.
+    ranks_per_node
+        Ranks that will be started on each node; not given, what the launcher says, or one for each GPU.
+    workers
+        Data loader workers of each rank.
+    wait
+        Seconds to wait for the other nodes; not given, it ends within 15 seconds in all.
+    brief
+        Two lines instead of the whole report.
+    json
+        Print one JSON object instead (docs/doctor.md).
+    """
+    from bireme.doctor import doctor_command
+
+    return doctor_command(peers, port, ranks_per_node, workers, json, brief, wait)
+
+
+@app.command
+def study(
+    name: str,
+    /,
+    *,
+    out: Path | None = None,
+    nodes: int = 2,
+    cores_per_node: int | None = None,
+    link: str | None = None,
+    ranks: str | None = None,
+    links: str | None = None,
+    delays: str | None = None,
+    phase: str | None = None,
+    preset: str = "toy",
+    batch_per_rank: int = 8,
+    sequence_length: int | None = None,
+    steps: int = 20,
+    json: bool = False,
+) -> int:
+    """Run a named experiment on emulated nodes over a grid, and show its table and picture: ranks, straggler or links.
+
+    bireme study links --links 100mbit,1gbit
+
+    Parameters
+    ----------
+    name
+        ranks: one to many ranks; straggler: one rank made slow; links: one training at several link rates.
+    out
+        Folder of the study; runs/study-NAME if not given. A study that was stopped goes on where it was.
+    nodes
+        Emulated nodes.
+    cores_per_node
+        Cores that each node is pinned to; not given, the cores here are shared out.
+    link
+        Rate of every link where the study does not vary it; 1gbit if not given.
+    ranks
+        Ranks on each node: a list, as in 1,2, in the study of ranks, elsewhere one number.
+    links
+        Link rates of the study of links; 100mbit,200mbit,1gbit,unlimited if not given.
+    delays
+        Delays of the study of straggler in milliseconds, which take turns; 0,50,100,150,200 if not given.
+    phase
+        Where the straggler sleeps: input, forward, backward or optimizer; forward if not given.
+    preset
+        Model shape by name.
+    batch_per_rank
+        Sequences per step on each rank.
+    sequence_length
+        Tokens per sequence; the model's context if not given.
+    steps
+        Measured steps of each cell; of each delay in the study of straggler.
+    json
+        Print one JSON object instead of the table (docs/studies.md).
+    """
+    from bireme.study.command import study_command
+    from bireme.study.grid import Options
+
+    options = Options(
+        nodes=nodes,
+        cores_per_node=cores_per_node,
+        link=link,
+        ranks=ranks,
+        links=links,
+        delays=delays,
+        phase=phase,
+        preset=preset,
+        batch_per_rank=batch_per_rank,
+        sequence_length=sequence_length,
+        steps=steps,
+    )
+    return study_command(name, options, out, json)
+
+
+@app.command
 def sample(
     run: Path,
     /,
@@ -155,6 +342,8 @@ def sample(
 
 def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:
     """The verb and its arguments; UserError, on one line, for what does not parse."""
+    if arguments[:1] == ["nodes"] and not {"--", "--help", "-h"} & set(arguments):
+        raise UserError("put -- before the command: bireme nodes --nodes 2 --link 1gbit -- COMMAND...")
     try:
         command, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
     except cyclopts.UnknownOptionError as error:
@@ -166,14 +355,22 @@ def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., A
     return command, bound
 
 
+def _rank() -> int:
+    """This process's rank; 0 where the environment does not say."""
+    try:
+        return Launch.from_environment(os.environ).rank
+    except UserError:
+        return 0
+
+
 def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     """Runs a program; returns the exit code. A user's mistake is one line on standard error, and 2."""
     try:
         command, bound = _parse(app, arguments)
-        command(*bound.args, **bound.kwargs)
+        exit_code = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
     except UserError as error:
-        if not getattr(error, "shown_by_rank_0", False) or os.environ.get("RANK", "0") == "0":
+        if not getattr(error, "shown_by_rank_0", False) or _rank() == 0:
             # What is quoted may come from a foreign file: nothing in it may drive the terminal.
             print(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", f"bireme: {error}"), file=sys.stderr)
         return error.exit_code
@@ -188,7 +385,7 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"bireme: cannot write the output: {error.strerror or error}", file=sys.stderr)
         return 1
-    return 0
+    return exit_code if isinstance(exit_code, int) else 0
 
 
 def main() -> int:

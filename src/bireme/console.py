@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from bireme.world import name_ranks
+from bireme.meeting import name_ranks
 
 
 class RankLog(logging.Handler):

@@ -3,12 +3,11 @@
 import logging
 import os
 import platform
-import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,9 @@ from torch import nn
 import bireme
 from bireme.config import TrainConfig
 from bireme.console import RankLog, StepPrinter
+from bireme.cores import usable_cores
 from bireme.data import Corpus, open_tokens, prepare, rank_share, share
+from bireme.environment import Launch
 from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
 from bireme.inject import Injector, Straggler
@@ -32,7 +33,7 @@ from bireme.model import GPT, compile_blocks, num_parameters, preset
 from bireme.observe.monitor import Monitor, Step
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import StopRequest
-from bireme.world import World, join, usable_cores
+from bireme.world import World, join, peer_lost_in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -169,61 +170,35 @@ def run_training(load: Callable[[], TrainConfig]) -> tuple[Path, World]:
 
     `load` gives the configuration. What is wrong with it is said once for all ranks.
     """
+    launch = Launch.from_environment(os.environ)
     config: TrainConfig | None = None
     problem: str | None = None
     try:
         config = load()
     except UserError as error:
         problem = str(error)
-        if "RANK" not in os.environ:
+        if launch.size == 1:
             raise
     cuda = config is not None and config.device != "cpu" and torch.cuda.is_available()
     if config is not None and config.device == "cuda" and not cuda:
         problem = "device is cuda, but PyTorch sees no GPU here: use --device cpu"
     console = Console(highlight=False, soft_wrap=True)
-    world = join("cuda" if cuda else "cpu")
-    try:
-        with peer_lost_in_one_line(world):
-            world.raise_together(problem)
-            assert config is not None
-            return train(config, world, console), world
-    finally:
-        world.leave()
+    with RankLog(launch.rank, console) as rank_log:
+        world = join("cuda" if cuda else "cpu")
+        try:
+            with peer_lost_in_one_line(world):
+                world.raise_together(problem)
+                assert config is not None
+                return train(config, world, console, rank_log), world
+        finally:
+            world.leave()
 
 
-# How gloo says that the other end of a connection is gone.
-_LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|no answer from the other ranks", re.IGNORECASE)
-
-
-class PeerLost(UserError):
-    """Training ended because another rank did; that rank says why."""
-
-    exit_code = 1
-
-
-@contextmanager
-def peer_lost_in_one_line(world: World, check_for_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Turns the backend's error about a closed connection into PeerLost, or into the stop that both were asked for;
-    and what does not fit into memory into a UserError."""
-    try:
-        yield
-    except MemoryError as error:
-        raise UserError(f"not enough memory for these sizes: {error}") from None
-    except RuntimeError as error:
-        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
-            raise UserError(f"not enough memory for these sizes: {str(error).splitlines()[0]}") from None
-        check_for_stop()
-        if _LOST_PEER.search(str(error)):
-            raise PeerLost(
-                f"rank {world.rank} on {world.node} stopped: another rank has left (see the run's logs/rank-*.log)"
-            ) from error
-        raise
-
-
-def train(config: TrainConfig, world: World, console: Console) -> Path:
+def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog | None = None) -> Path:
     """Trains on every rank of `world`; returns the run directory. Ends with an exception when it did not finish."""
     with ExitStack() as stack:
-        rank_log = stack.enter_context(RankLog(world.rank, console))
+        if rank_log is None:
+            rank_log = stack.enter_context(RankLog(world.rank, console))
         _set_threads(config, world)
         with world.together():
             trainer = Trainer(config, world)
@@ -353,6 +328,7 @@ def describe(trainer: Trainer, peak: dict[str, Any]) -> dict[str, Any]:
         "ranks": [{**rank, "threads": each} for rank, each in zip(world.ranks, threads, strict=True)],
         "nodes": world.nodes,
         "config": config.as_dict(),
+        "network": {"link": os.environ.get("BIREME_LINK"), "delay": os.environ.get("BIREME_DELAY")},
         "layout": config.layout,
         "reduction": "overlap" if config.overlap else "flat",
         "model": {

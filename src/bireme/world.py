@@ -3,10 +3,9 @@
 import logging
 import os
 import platform
+import re
 import socket
-import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,67 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bireme.advertise import Place, agree, explain
 from bireme.channel import Channel
+from bireme.cores import usable_cores
+from bireme.environment import Launch, forgotten_launcher
 from bireme.errors import SharedError, UserError
+from bireme.meeting import Meeting, name_ranks
 
 log = logging.getLogger(__name__)
 
-_SAY_AFTER_S = 5.0
-JOIN_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What the launcher's environment says: which rank of how many, and where they meet."""
-
-    rank: int
-    size: int
-    local_rank: int
-    master_address: str  # empty: one process, no meeting point
-    master_port: int
-    agent_store: bool  # torchrun's agent already hosts the store
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "Launch":
-        """UserError, naming both sides, where the variables contradict each other."""
-        if "RANK" not in environ and "NODE_RANK" in environ and "NNODES" in environ:
-            rank, size = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
-            names = ("NODE_RANK", "NNODES")
-            local_rank = 0
-        elif "RANK" in environ or "WORLD_SIZE" in environ:
-            for present, absent in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-                if absent not in environ:
-                    raise UserError(
-                        f"{present}={environ[present]} is set but {absent} is not: "
-                        f"start with torchrun, or unset {present}"
-                    )
-            rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-            names = ("RANK", "WORLD_SIZE")
-            local_rank = _integer(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
-        else:
-            return cls(0, 1, 0, "", 0, False)
-        if not 0 <= rank < size:
-            raise UserError(f"{names[0]}={rank} does not fit {names[1]}={size}: ranks count from 0 to {size - 1}")
-        local_size = _integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else size
-        if not 0 <= local_rank < local_size <= size:
-            raise UserError(
-                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and {names[1]}={size} contradict each other"
-            )
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not environ.get(name):
-                raise UserError(f"{names[0]}={rank} is set but {name} is not: start with torchrun, or set {name}")
-        port = _integer(environ, "MASTER_PORT")
-        if not 0 < port < 65536:
-            raise UserError(f"MASTER_PORT={port} is not a port: choose one from 1024 to 65535")
-        agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(rank, size, local_rank, environ["MASTER_ADDR"], port, agent_store)
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise UserError(f"{name}={environ[name]!r} is not a whole number") from None
+JOIN_TIMEOUT_S = 30.0
+_COLLECTIVE_TIMEOUT_S = 1800.0  # PyTorch's own for gloo
 
 
 @dataclass(slots=True)
@@ -88,8 +37,9 @@ class World:
     local_rank: int
     device: torch.device
     channel: Channel
-    ranks: list[dict[str, Any]]  # by rank: node, local_rank, host, pid, cores, threads, device
+    ranks: list[dict[str, Any]]  # by rank: node, local_rank, host, pid, cores, device, address, interface
     nodes: list[dict[str, Any]]  # name, ranks
+    meeting: Meeting | None = None  # rank 0 keeps the store open with it
 
     @property
     def node(self) -> str:
@@ -135,31 +85,46 @@ class World:
                 log.debug("the process group did not end cleanly: %s", error)
 
 
-def name_ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+# How gloo says that the other end of a connection is gone.
+_LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|no answer from the other ranks", re.IGNORECASE)
 
 
-def usable_cores() -> list[int]:
-    """The core numbers that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+class PeerLost(UserError):
+    """Training ended because another rank did; that rank says why."""
+
+    exit_code = 1
+
+
+@contextmanager
+def peer_lost_in_one_line(
+    world: World, check_for_stop: Callable[[], None] = lambda: None, hint: str = "see the run's logs/rank-*.log"
+) -> Iterator[None]:
+    """Turns the backend's error about a closed connection into PeerLost, or into the stop that both were asked for;
+    and what does not fit into memory into a UserError."""
+    try:
+        yield
+    except MemoryError as error:
+        raise UserError(f"not enough memory for these sizes: {error}") from None
+    except RuntimeError as error:
+        if "not enough memory" in str(error) or "can't allocate memory" in str(error):
+            raise UserError(f"not enough memory for these sizes: {str(error).splitlines()[0]}") from None
+        check_for_stop()
+        if _LOST_PEER.search(str(error)):
+            raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left ({hint})") from error
+        raise
 
 
 def join(device: str = "cpu") -> World:
     """Makes the process group: gloo on CPU, NCCL beside it on GPUs. Also for one process without a launcher.
 
-    UserError, naming the address and the missing ranks, when the ranks do not find each other in JOIN_TIMEOUT_S.
+    UserError, naming the address and the missing ranks, when the ranks do not find each other in time (30 seconds,
+    or BIREME_JOIN_TIMEOUT_S).
     """
     launch = Launch.from_environment(os.environ)
+    timeout_s = join_timeout_s(os.environ)
+    forgotten = forgotten_launcher(os.environ)
+    if forgotten:
+        log.warning("%s", forgotten)
     chosen = torch.device(f"cuda:{launch.local_rank}" if device == "cuda" else device)
     if chosen.type == "cuda" and launch.local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -168,105 +133,68 @@ def join(device: str = "cpu") -> World:
         )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything else touches a GPU: it would land on GPU 0
-    store = _meet(launch, JOIN_TIMEOUT_S)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=launch.rank, world_size=launch.size
-    )
-    return here(launch.local_rank, chosen)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    if not launch.master_address:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return here(launch.local_rank, chosen)
+    meeting = Meeting(launch, timeout_s, f"process {os.getpid()} on node {node_name()}")
+    places = agree(meeting, node_name(), _network_stack()) if launch.size > 1 else []
+    _init_process_group(backend, meeting, places)
+    world = here(launch.local_rank, chosen, places[launch.rank] if places else None)
+    world.meeting = meeting
+    return world
 
 
-def here(local_rank: int, device: torch.device) -> World:
+def join_timeout_s(environ: Mapping[str, str]) -> float:
+    """How long ranks wait for each other before training."""
+    given = environ.get("BIREME_JOIN_TIMEOUT_S")
+    if not given:
+        return JOIN_TIMEOUT_S
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < float("inf"):
+        raise UserError(f"BIREME_JOIN_TIMEOUT_S={given!r} is not a number of seconds above 0")
+    return timeout_s
+
+
+def _init_process_group(backend: str, meeting: Meeting, places: list[Place]) -> None:
+    """With a short timeout while the ranks connect, and the usual one for what they do then."""
+    launch = meeting.launch
+    # gloo waits up to five times as long for a peer that does not come.
+    connect = timedelta(seconds=max(5.0 + 0.02 * launch.size, meeting.left_s() / 5))
+    meeting.store.set_timeout(connect)
+    try:
+        dist.init_process_group(backend, store=meeting.store, rank=launch.rank, world_size=launch.size, timeout=connect)
+    except RuntimeError as error:
+        log.debug("the process group could not be made: %s", error)
+        raise UserError(explain(error, launch.rank, places)) from None
+    usual = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
+    meeting.store.set_timeout(usual)
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(usual)
+    else:  # torch 2.13
+        dist.distributed_c10d._set_pg_timeout(usual)
+
+
+def here(local_rank: int, device: torch.device, place: Place | None = None) -> World:
     """The world of a process group that is there already."""
     channel = Channel()
-    ranks, nodes = introduce(channel, local_rank, device)
+    ranks, nodes = introduce(channel, local_rank, device, place)
     return World(channel.rank, channel.size, local_rank, device, channel, ranks, nodes)
 
 
 def introduce(
-    channel: Channel, local_rank: int | None = None, device: torch.device | None = None
+    channel: Channel,
+    local_rank: int | None = None,
+    device: torch.device | None = None,
+    place: Place | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Every rank says who and where it is; collective. Returns ranks and nodes, the same everywhere."""
     if local_rank is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return topology(channel.all_gather(_identity(local_rank, device or torch.device("cpu"))))
-
-
-def _meet(launch: Launch, timeout_s: float) -> Any:
-    """The store where all ranks are present."""
-    if not launch.master_address:
-        return dist.HashStore()
-    deadline = time.monotonic() + timeout_s
-    where = f"{launch.master_address}:{launch.master_port}"
-    hosts_store = launch.rank == 0 and not launch.agent_store
-    if not hosts_store:
-        _await_listener(launch, where, deadline, timeout_s)
-    try:
-        socket.getaddrinfo(launch.master_address, launch.master_port)
-    except OSError as error:
-        raise UserError(f"MASTER_ADDR={launch.master_address} cannot be resolved: {error}") from None
-    try:
-        store = dist.TCPStore(
-            launch.master_address,
-            launch.master_port,
-            launch.size,
-            is_master=hosts_store,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (RuntimeError, ValueError) as error:
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise UserError(
-                f"port {launch.master_port} on {launch.master_address} is in use: choose another MASTER_PORT"
-            ) from None
-        raise UserError(f"rank {launch.rank} cannot meet the others at {where}: {str(error).splitlines()[0]}") from None
-    # One attempt of a restarted job must not see the keys of the one before.
-    prefixed = dist.PrefixStore(f"bireme/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    _roll_call(prefixed, launch, where, deadline, timeout_s)
-    prefixed.set_timeout(timedelta(seconds=1800))
-    return prefixed
-
-
-def _await_listener(launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
-    """Waits until somebody listens at the meeting point. (The store's own client retries with pages of C++ frames.)"""
-    say_at = time.monotonic() + _SAY_AFTER_S
-    while True:
-        try:
-            socket.create_connection((launch.master_address, launch.master_port), timeout=_SAY_AFTER_S).close()
-            return
-        except OSError as error:
-            now = time.monotonic()
-            if now > deadline:
-                raise UserError(
-                    f"rank {launch.rank} cannot reach rank 0 at {where} in {timeout_s:.0f} s ({error}): "
-                    "check MASTER_ADDR and MASTER_PORT, and that rank 0 was started"
-                ) from None
-            if now > say_at:
-                say_at = now + _SAY_AFTER_S
-                print(f"rank {launch.rank} waits for rank 0 at {where} ({error})", file=sys.stderr)
-        time.sleep(0.1)
-
-
-def _roll_call(store: Any, launch: Launch, where: str, deadline: float, timeout_s: float) -> None:
-    """Waits until every rank has come: by a counter, so that only a missing rank costs a question for each rank."""
-    store.set(f"here/{launch.rank}", "")
-    arrived = store.add("arrived", 1)
-    say_at = time.monotonic() + _SAY_AFTER_S
-    pause_s = 0.01
-    while arrived < launch.size:
-        now = time.monotonic()
-        if now > min(deadline, say_at):
-            missing = name_ranks([rank for rank in range(launch.size) if not store.check([f"here/{rank}"])])
-            if now > deadline:
-                raise UserError(
-                    f"{missing} of {launch.size} did not come to {where} in {timeout_s:.0f} s: "
-                    "was every rank started with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT?"
-                )
-            say_at = now + _SAY_AFTER_S
-            print(f"rank {launch.rank} waits for {missing} at {where}", file=sys.stderr)
-        time.sleep(pause_s)
-        pause_s = min(0.5, pause_s * 1.3)
-        arrived = store.add("arrived", 0)
+    return topology(channel.all_gather(_identity(local_rank, device or torch.device("cpu"), place)))
 
 
 def printable(text: str) -> str:
@@ -274,20 +202,39 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def _identity(local_rank: int, device: torch.device) -> dict[str, Any]:
+def node_name() -> str:
+    """This machine's name; what cannot be shown and stored is escaped."""
+    return printable(os.environ.get("BIREME_NODE") or socket.gethostname())
+
+
+def _boot_id() -> str:
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        boot_id = platform.node()
+        return platform.node()
+
+
+def _network_stack() -> str:
+    """The same for processes that reach each other over loopback. Containers and emulated nodes of one machine share
+    its boot, but not its network."""
+    try:
+        namespace = str(Path("/proc/self/ns/net").stat().st_ino)
+    except OSError:
+        namespace = ""
+    return "/".join((_boot_id(), socket.gethostname(), namespace))
+
+
+def _identity(local_rank: int, device: torch.device, place: Place | None = None) -> dict[str, Any]:
     return {
-        # The name is shown and stored: whatever cannot be is escaped.
-        "node": printable(os.environ.get("BIREME_NODE") or socket.gethostname()),
+        "node": node_name(),
         "host": socket.gethostname(),
-        "boot_id": boot_id,
+        "boot_id": _boot_id(),
         "local_rank": local_rank,
         "pid": os.getpid(),
         "cores": usable_cores(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "address": place.address if place else None,
+        "interface": place.interface if place else None,
     }
 
 

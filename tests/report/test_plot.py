@@ -5,7 +5,7 @@ import pytest
 
 from bireme.errors import UserError
 from bireme.report.plot import plot
-from bireme.study import Row
+from bireme.study.rows import Row
 
 BALANCED = Row(
     ranks=2,

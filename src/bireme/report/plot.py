@@ -1,11 +1,12 @@
-"""The experiments of `bireme.study` as one picture with three panels."""
+"""The experiments of `bireme.study.rows` as one picture with three panels."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bireme.report.colours import ACCENT, COMPUTE, CONTENTION, OTHER, TRANSFER, WAIT
-from bireme.study import (
+from bireme.report.colours import ACCENT, COMPUTE
+from bireme.report.figure import part_legend, picture, plain, stack
+from bireme.study.rows import (
     RANK_COMMANDS,
     STRAGGLER_COMMAND,
     SWEEP_COMMAND,
@@ -20,16 +21,6 @@ from bireme.study import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_Part = tuple[str, str, str]  # label, colour, colour of text on it
-
-_PARTS: tuple[_Part, ...] = (
-    ("compute (running)", COMPUTE, "white"),
-    ("contention (runnable)", CONTENTION, "black"),
-    ("transfer", TRANSFER, "white"),
-    ("wait", WAIT, "white"),
-    ("other (blocked, input)", OTHER, "black"),
-)
-
 _CORES_NOTE = (
     "On cores shared by more ranks than cores, the slope\n"
     "of the step lies anywhere between 0 and 1:\n"
@@ -41,38 +32,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Write the picture to `path` (PNG), whole or not at all. Raises UserError without rows, OSError."""
     if not rows:
         raise nothing_to_show(path.parent)
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: no display, no state left behind
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    style: Any = {"font.size": 10, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False}
-    with rc_context(style):
-        figure = Figure(figsize=(15, 5.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
-        FigureCanvasAgg(figure)
+    with picture(path, 15, 5.4) as figure:
         shares, pair, sweep = figure.subplots(1, 3, width_ratios=(1.15, 1, 1.15))
         _shares(shares, rows)
         _pair(pair, rows)
         _sweep(sweep, rows)
-        handles = [_patch(label, colour) for label, colour, _ in _PARTS]
-        figure.legend(handles=handles, loc="outside lower left", ncols=len(_PARTS), frameon=False)
-        temporary = path.with_name(f".{path.name}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            figure.savefig(temporary, format="png")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _patch(label: str, colour: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(facecolor=colour, label=label)
+        part_legend(figure)
 
 
 def _parts_ms(row: Row) -> list[float]:
-    """Milliseconds a step of each of _PARTS; they add up to the mean step."""
+    """Milliseconds a step of each of PARTS; they add up to the mean step."""
     known = (row.compute_ms, row.contention_ms, row.transfer_ms, row.wait_ms, row.other_ms)
     return [max(0.0, value or 0.0) for value in known]
 
@@ -80,14 +49,7 @@ def _parts_ms(row: Row) -> list[float]:
 def _stacked(axes: "Axes", labels: Sequence[str], bars: Sequence[Sequence[float]], text: str, smallest: float) -> None:
     """Stacked bars, every part of at least `smallest` labelled with its size (`text` formats it)."""
     for index, parts in enumerate(bars):
-        bottom = 0.0
-        for (_, colour, ink), value in zip(_PARTS, parts, strict=True):
-            axes.bar(index, value, 0.62, bottom=bottom, color=colour, edgecolor="white", linewidth=0.8)
-            if value >= smallest:
-                axes.text(
-                    index, bottom + value / 2, text.format(value), ha="center", va="center", color=ink, fontsize=9
-                )
-            bottom += value
+        stack(axes, index, parts, 0.62, text, smallest)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_xlim(-0.6, max(len(labels), 2) - 0.4)
     axes.yaxis.grid(True, color="0.9")
@@ -100,11 +62,6 @@ def _empty(axes: "Axes", what: str, commands: Sequence[str]) -> None:
     text = f"{what}\n\nrun\n" + "\n".join(fill(command, 44, subsequent_indent="    ") for command in commands)
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, fontsize=9, family="monospace")
     axes.set_axis_off()
-
-
-def _plain(name: str) -> str:
-    """A name from a file: matplotlib would read mathematics between two dollar signs."""
-    return name.replace("$", r"\$")
 
 
 def _shares(axes: "Axes", rows: Sequence[Row]) -> None:
@@ -120,14 +77,14 @@ def _shares(axes: "Axes", rows: Sequence[Row]) -> None:
     labels = []
     for row in balanced:
         ranks = f"{row.ranks} rank" + ("s" if row.ranks > 1 else "")
-        reduction = f"\n{_plain(row.reduction)}" if len(reductions) > 1 else ""
+        reduction = f"\n{plain(row.reduction)}" if len(reductions) > 1 else ""
         labels.append(f"{ranks}{reduction}\n{row.step_ms:.0f} ms")
     totals = [sum(_parts_ms(row)) or 1.0 for row in balanced]
     bars = [[100 * part / total for part in _parts_ms(row)] for row, total in zip(balanced, totals, strict=True)]
     _stacked(axes, labels, bars, "{:.0f} %", 5.0)
     axes.set_ylim(0, 100)
     axes.set_ylabel("share of the step, mean over ranks (%)")
-    axes.set_xlabel(f"model {_plain(model)}; below the ranks: median step")
+    axes.set_xlabel(f"model {plain(model)}; below the ranks: median step")
 
 
 def _pair(axes: "Axes", rows: Sequence[Row]) -> None:
@@ -149,7 +106,7 @@ def _pair(axes: "Axes", rows: Sequence[Row]) -> None:
         axes.text(index, sum(parts) + highest / 80, f"{sum(parts):.0f} ms", ha="center", va="bottom", weight="bold")
     axes.set_ylim(0, highest * 1.1)
     axes.set_ylabel("mean step, mean over ranks (ms)")
-    axes.set_xlabel(f"{delayed.ranks} ranks, {_plain(delayed.reduction)}, model {_plain(delayed.model)}")
+    axes.set_xlabel(f"{delayed.ranks} ranks, {plain(delayed.reduction)}, model {plain(delayed.model)}")
 
 
 def _sweep(axes: "Axes", rows: Sequence[Row]) -> None:

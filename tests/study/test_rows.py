@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bireme.ledger import PHASES, STATES
 from bireme.record import Run
-from bireme.study import (
+from bireme.study.rows import (
     Row,
     balanced_rows,
     fit_line,
