@@ -15,8 +15,9 @@ import torch.distributed as dist
 from bireme import meeting
 from bireme.environment import Launch
 from bireme.errors import UserError
-from bireme.meeting import Meeting, name_ranks
+from bireme.meeting import Meeting
 from bireme.network import free_port
+from bireme.text import name_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bireme.errors import UserError
-from bireme.meeting import Meeting, name_ranks
+from bireme.meeting import Meeting
 from bireme.network import (
     Choice,
     Endpoint,
@@ -27,6 +27,7 @@ from bireme.network import (
     named,
     resolve,
 )
+from bireme.text import name_ranks
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from bireme.meeting import name_ranks
+from bireme.text import name_ranks
 
 
 class RankLog(logging.Handler):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bireme.environment import Launch, run_id
 from bireme.errors import SharedError, UserError
 from bireme.network import Endpoint, is_loopback, local_address_towards, port_owner, resolve
+from bireme.text import name_ranks
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,6 @@ _LAST_WORD_S = 3.0  # for the others to read why everybody stops, before the sto
 _AGENT_LISTENS_S, _PERSON_STARTS_S = 2.0, 10.0
 _REFUSED = 1 << 40  # added to the count of arrivals: somebody was refused
 _joins = itertools.count()
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 class Meeting:

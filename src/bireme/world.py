@@ -20,7 +20,8 @@ from bireme.channel import Channel
 from bireme.cores import usable_cores
 from bireme.environment import Launch, forgotten_launcher
 from bireme.errors import SharedError, UserError
-from bireme.meeting import Meeting, name_ranks
+from bireme.meeting import Meeting
+from bireme.text import name_ranks, printable
 
 log = logging.getLogger(__name__)
 
@@ -195,11 +196,6 @@ def introduce(
     if local_rank is None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return topology(channel.all_gather(_identity(local_rank, device or torch.device("cpu"), place)))
-
-
-def printable(text: str) -> str:
-    """Text without control characters or bytes that are not UTF-8: they are written as escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def node_name() -> str:

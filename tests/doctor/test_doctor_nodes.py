@@ -5,34 +5,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
-from bireme.nodes import EmulatedCluster, Node
+from bireme.nodes import EmulatedCluster
 
-HOSTS = """
-import socket
-from pathlib import Path
-name, hosts = socket.gethostname(), Path("/etc/hosts")
-others = [line for line in hosts.read_text().splitlines() if name not in line.split()]
-hosts.write_text("\\n".join([*others, f"127.0.1.1 {name}"]) + "\\n")
-"""
-
-# Every connection request (SYN without ACK) that leaves is dropped; answers pass. No firewall is needed for that.
-BLOCK = """
-import subprocess
-for command in (
-    "qdisc del dev eth0 root",
-    "qdisc add dev eth0 root handle 5: htb default 2",
-    "class add dev eth0 parent 5: classid 5:1 htb rate 1gbit quantum 1514",
-    "class add dev eth0 parent 5: classid 5:2 htb rate 1gbit quantum 1514",
-    "qdisc add dev eth0 parent 5:1 handle 10: blackhole",
-    "filter add dev eth0 parent 5: protocol ip prio 1 u32 match ip protocol 6 0xff match u8 0x02 0x12 at 33 flowid 5:1",
-):
-    subprocess.run(["tc", *command.split()], check=True)
-"""
+if TYPE_CHECKING:
+    from tests.planted import BLOCK, HOSTS, SECOND_CARD, on
+else:
+    from planted import BLOCK, HOSTS, SECOND_CARD, on
 
 
 @pytest.fixture
@@ -41,10 +24,6 @@ def cluster() -> Iterator[EmulatedCluster]:
         if not cluster.shaped:
             pytest.skip(f"no emulated machines here: {cluster.reason}")
         yield cluster
-
-
-def on(node: Node, code: str) -> int:
-    return node.start([sys.executable, "-c", code]).wait(60)
 
 
 def doctors(
@@ -100,6 +79,18 @@ def test_a_hosts_file_with_127_0_1_1(cluster: EmulatedCluster) -> None:
     named = [check for check in first["checks"] if check["status"] == "fail"]
     assert [check["nodes"] for check in named] == [["node0"], ["node1"]]
     assert named[0]["fix"].endswith(f"add: {cluster.node(0).address} node0")
+
+
+def test_a_second_card_that_leads_nowhere(cluster: EmulatedCluster) -> None:
+    """B02: the machine's own name is the address of another network; the routed card is the one to use."""
+    for node in cluster.nodes:
+        assert on(node, SECOND_CARD) == 0
+    first, _ = doctors(cluster)
+    assert first is not None
+    assert [(each["address"], each["interface"]) for each in first["nodes"]] == [
+        (node.address, "eth0") for node in cluster.nodes
+    ]
+    assert all(each["command"].startswith("GLOO_SOCKET_IFNAME=eth0 ") for each in first["commands"])
 
 
 def test_wrong_interface(cluster: EmulatedCluster) -> None:

@@ -279,7 +279,7 @@ def test_notes_say_what_to_know_first(make_run: MakeRun, balanced_steps: Steps) 
     events += [{"event": "warning", "ranks": [0], "message": 3}]
     notes = summarise(make_run(balanced_steps, events=events, status="running"))["notes"]
     assert notes[0] == "the run is not finished, or was killed: 6 steps so far"
-    assert notes[1] == "warning (ranks 0, 1): slow disk"
+    assert notes[1] == "warning (ranks 0-1): slow disk"
     assert notes[-1] == "5 more warnings are in events.jsonl"
 
 

@@ -11,7 +11,8 @@ from bireme.errors import UserError
 from bireme.record import Run
 from bireme.report import report_command
 from bireme.report.summary import summarise
-from bireme.report.terminal import ms, percent, rank_list, render, scaled
+from bireme.report.terminal import ms, percent, render, scaled
+from bireme.text import rank_list
 
 MakeRun = Callable[..., Run]
 Steps = list[list[dict[str, float] | None]]

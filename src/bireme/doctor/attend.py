@@ -13,10 +13,10 @@ from bireme.doctor.facts import Facts, Reach, Seen, facts_from_json, seen_from_j
 from bireme.doctor.machine import advertise, look_up_all, outward_address
 from bireme.doctor.meeting import Plan, addresses_to_listen_on
 from bireme.doctor.reach import Answerer, reach_all
-from bireme.doctor.text import printable
 from bireme.doctor.wire import WireError
 from bireme.errors import UserError
 from bireme.network import Endpoint, is_loopback, local_address_towards
+from bireme.text import printable
 
 _CONNECT_S = 2.5  # a dropped connection request is repeated after 1 s
 _STAGE_S = 3.5  # for all connections, and for telling about them

@@ -17,9 +17,9 @@ from typing import Any
 
 from bireme.doctor.facts import Clock
 from bireme.doctor.machine import look_up_all
-from bireme.doctor.text import printable
 from bireme.doctor.wire import MOST_BYTES, Wire, WireError, accept_until_closed, connect, listen, shut
 from bireme.errors import UserError
+from bireme.text import printable
 
 PROTOCOL = 1
 PORTS_TRIED = 4  # where the port for the meeting is taken, the next ones are tried, by everybody

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bireme.doctor.cluster import Check, Cluster, Status
 from bireme.doctor.facts import Facts
-from bireme.doctor.text import count, listed, shell
+from bireme.text import count, listed, shell
 
 CLOCK_LIMIT_S = 1.0
 CROWDED, HOPELESS = 1.0, 4.0  # threads per core: above the first they wait for each other, from the second on always

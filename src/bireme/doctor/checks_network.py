@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from bireme.doctor.cluster import Check, Cluster, Status
 from bireme.doctor.facts import DEFAULT_PORT, Card, Facts, Name
-from bireme.doctor.text import count, listed, shell
 from bireme.errors import UserError
 from bireme.network import Endpoint, is_loopback
+from bireme.text import count, listed, shell
 
 
 def peers(cluster: Cluster) -> Iterator[Check]:

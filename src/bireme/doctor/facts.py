@@ -4,8 +4,8 @@ import types
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from bireme.doctor.text import printable
 from bireme.errors import UserError
+from bireme.text import printable
 
 DEFAULT_PORT = 29500  # torchrun's static rendezvous, and MASTER_PORT by custom
 RENDEZVOUS_PORT = 29400  # torchrun's c10d

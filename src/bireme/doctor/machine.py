@@ -21,7 +21,6 @@ from bireme import __version__
 from bireme.cores import usable_cores
 from bireme.doctor.facts import DEFAULT_PORT, HANDED_OUT_FROM, LONGEST_TEXT, RENDEZVOUS_PORT, Card, Facts, Name, Port
 from bireme.doctor.quota import quota_cores
-from bireme.doctor.text import printable
 from bireme.errors import UserError
 from bireme.network import (
     Interface,
@@ -32,6 +31,7 @@ from bireme.network import (
     port_owner,
     resolve,
 )
+from bireme.text import printable
 
 T = TypeVar("T")
 
@@ -88,9 +88,14 @@ def outward_address() -> str | None:
         found = local_address_towards(address)
         if found is not None and not is_loopback(found):
             return found
+    return next(iter(card_addresses()), None)
+
+
+def card_addresses() -> list[str]:
+    """The addresses of this machine's real cards."""
     cards = [each for each in interfaces() if each.up and not each.is_loopback and not each.is_virtual]
     numbers = [address.partition("/")[0] for card in cards for address in card.addresses]
-    return next((each for each in numbers if not each.startswith("fe80")), None)
+    return [each for each in numbers if not each.startswith("fe80")]
 
 
 def own_addresses() -> set[str]:

@@ -1,6 +1,7 @@
 """Who takes part and where they meet: from --peers, or from what a launcher put into the environment."""
 
 import hashlib
+import ipaddress
 import os
 import socket
 import time
@@ -12,7 +13,7 @@ import psutil
 from bireme import environment
 from bireme.doctor.board import PORTS_TRIED, Meeting
 from bireme.doctor.facts import DEFAULT_PORT
-from bireme.doctor.machine import is_mine, look_up_all, outward_address
+from bireme.doctor.machine import card_addresses, is_mine, look_up_all, outward_address
 from bireme.errors import UserError
 from bireme.network import Endpoint, is_loopback
 
@@ -153,13 +154,20 @@ def host_of(text: str) -> str:
 
 
 def addresses_to_listen_on(plan: Plan, master_addresses: list[str]) -> list[str]:
-    """Where node 0 can be reached: by the meeting point's address, and where that stays on this machine, its card's."""
+    """Where node 0 can be reached: at the meeting point, and where that is a name, at all its cards: the name may
+    mean another of them to the others (a hosts file, a VPN)."""
     mine = [each for each in master_addresses if is_mine(each)]
-    real = [each for each in mine if not is_loopback(each)]
-    outward = outward_address()
-    if not real and outward is not None and not _numeric_loopback(plan):
-        mine.append(outward)
+    if not _numeric_loopback(plan) and not _is_number(plan.master or ""):
+        others = [outward_address(), *card_addresses()]
+        mine += [each for each in dict.fromkeys(others) if each is not None and each not in mine]
     return mine
+
+
+def _is_number(host: str) -> bool:
+    try:
+        return not is_loopback(str(ipaddress.ip_address(host)))
+    except ValueError:
+        return False
 
 
 def _numeric_loopback(plan: Plan) -> bool:

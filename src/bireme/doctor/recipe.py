@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from bireme.doctor.cluster import Cluster
 from bireme.doctor.facts import HANDED_OUT_FROM
-from bireme.doctor.text import shell
 from bireme.network import Endpoint
+from bireme.text import shell
 
 _TRAIN = "-m bireme train --preset toy"
 

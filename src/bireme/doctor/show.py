@@ -10,7 +10,7 @@ from rich.text import Text
 from bireme.doctor.checks import passed
 from bireme.doctor.cluster import Check, Cluster
 from bireme.doctor.recipe import Recipe
-from bireme.doctor.text import count, listed, printable
+from bireme.text import count, listed, printable
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _NAME_WIDTH = 15

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 from bireme.ledger import STATES
 from bireme.record import Run
 from bireme.report.summary import summarise
-from bireme.report.terminal import mean_ledger, ms, percent, rank_list, safe, what_ran
+from bireme.report.terminal import mean_ledger, ms, percent, safe, what_ran
+from bireme.text import rank_list
 
 if TYPE_CHECKING:
     from rich.console import Console

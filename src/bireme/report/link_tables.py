@@ -9,7 +9,8 @@ from bireme.link_pairs import blame
 from bireme.links import OPERATIONS, UNSHAPED, WORLD, Group, LinkTable, Measurement, Timing
 from bireme.report.colours import ACCENT, COMPUTE, CONTENTION, OTHER, TRANSFER, WAIT
 from bireme.report.figure import picture
-from bireme.report.terminal import count, percent, rank_list, safe
+from bireme.report.terminal import percent, safe
+from bireme.text import count, rank_list
 
 if TYPE_CHECKING:
     from rich.console import Console

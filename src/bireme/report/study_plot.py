@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.report.colours import ACCENT, COMPUTE, TRANSFER, WAIT
 from bireme.report.figure import part_legend, picture, plain, stack
-from bireme.report.terminal import count
+from bireme.text import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

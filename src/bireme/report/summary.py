@@ -12,6 +12,7 @@ from typing import Any
 from bireme.errors import UserError
 from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, bus_bandwidth_factor
 from bireme.record import Run, is_number
+from bireme.text import name_ranks
 
 MFU_CONVENTION = "full attention, head once, embedding 0, no recomputation"
 
@@ -359,7 +360,7 @@ def _notes(run: Run) -> list[str]:
             known = [rank for rank in ranks if type(rank) is int] if isinstance(ranks, list) else []
             warnings.setdefault(event["message"], []).extend(known)
     for message, ranks in list(warnings.items())[:_WARNINGS_SHOWN]:
-        where = f" (ranks {', '.join(map(str, sorted(set(ranks))))})" if ranks else ""
+        where = f" ({name_ranks(sorted(set(ranks)))})" if ranks else ""
         notes.append(f"warning{where}: {message}")
     if len(warnings) > _WARNINGS_SHOWN:
         notes.append(f"{len(warnings) - _WARNINGS_SHOWN} more warnings are in events.jsonl")

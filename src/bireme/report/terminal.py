@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from bireme.ledger import PHASES, STATES
 from bireme.record import Run
 from bireme.report.colours import STATE_COLOURS
+from bireme.text import count, rank_list
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,10 +92,6 @@ def scaled(value: float, units: dict[str, float] = _BYTES) -> str:
     """A number with the largest unit that leaves it above 1: `4.3 MB`."""
     unit, size = next(((u, s) for u, s in reversed(units.items()) if abs(value) >= s), next(iter(units.items())))
     return f"{value / size:.3g} {unit}".strip()
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def what_ran(summary: dict[str, Any], run: Run) -> str:
@@ -224,17 +221,6 @@ def _collectives_table(collectives: list[dict[str, Any]]) -> "Table":
             "n/a" if rate is None else f"{scaled(rate)}/s",
         )
     return table
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """`0-3,8`: stretches of ranks, shortened."""
-    stretches: list[list[int]] = []
-    for rank in sorted(ranks):
-        if stretches and rank == stretches[-1][1] + 1:
-            stretches[-1][1] = rank
-        else:
-            stretches.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in stretches)
 
 
 def _mfu(mfu: dict[str, Any]) -> str:

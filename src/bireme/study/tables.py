@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.nodes import UNSHAPED
 from bireme.report.colours import STATE_COLOURS
-from bireme.report.terminal import count, ms, percent, safe, scaled
+from bireme.report.terminal import ms, percent, safe, scaled
+from bireme.text import count
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod

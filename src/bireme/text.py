@@ -1,0 +1,40 @@
+"""Words for people: counts and lists, and text of other machines made fit for a terminal and a shell."""
+
+import shlex
+from collections.abc import Sequence
+
+
+def printable(text: str) -> str:
+    """Text without control characters: they are written as escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def listed(names: list[str], most: int = 6) -> str:
+    """``a, b and 3 more``."""
+    shown = ", ".join(names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``0-3,8``: stretches of ranks, shortened."""
+    stretches: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if stretches and rank == stretches[-1][1] + 1:
+            stretches[-1][1] = rank
+        else:
+            stretches.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in stretches)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks).replace(',', ', ')}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shell(word: str) -> str:
+    """A word of another machine as one word of a command to copy."""
+    return shlex.quote(word)
