@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,11 @@ if TYPE_CHECKING:
     from tests.pool import RankPool
 else:
     from pool import RankPool
+
+
+# A shell without job control starts what runs in its background with Ctrl-C ignored, which children would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,8 @@ def together(
             return error, None
 
     with ThreadPoolExecutor(len(launched)) as threads:
-        return [result for result, _ in threads.map(one, range(len(launched)))]
+        ended = list(threads.map(one, range(len(launched))))
+        return [result for result, _ in ended]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])

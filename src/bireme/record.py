@@ -177,6 +177,7 @@ _OPTIONAL: dict[str, _Kinds] = {
     "ranks": (list, _NONE),
     "data": (dict, _NONE),
     "model": (dict, _NONE),
+    "network": (dict, _NONE),
     "model.preset": _TEXT,
     "model.parameters": (int, _NONE),
     "model.flops_per_token": (dict, _NONE),

@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Of a run's facts, what makes runs comparable or not; times, process ids and paths always differ.
-_FACTS = ("world_size", "layout", "reduction", "skip_steps", "missing", "model", "data", "config", "versions")
+_FACTS = (
+    "world_size",
+    "network",
+    "layout",
+    "reduction",
+    "skip_steps",
+    "missing",
+    "model",
+    "data",
+    "config",
+    "versions",
+)
 _IGNORED = frozenset({"config.run", "model.flops_per_token"})
 
 

@@ -98,6 +98,9 @@ def what_ran(summary: dict[str, Any], run: Run) -> str:
     """One line: how many ranks and nodes, how the work was laid out, which model, how many steps, how it ended."""
     facts = run.facts
     parts = [f"{count(summary['world_size'], 'rank')} on {count(len(summary['nodes']), 'node')}"]
+    link = (facts.get("network") or {}).get("link")
+    if link:
+        parts.append("unshaped: nodes are processes on loopback" if link == "unshaped" else f"links {safe(link)}")
     layout = [safe(facts[name]) for name in ("layout", "reduction") if facts.get(name)]
     parts += [", ".join(layout)] if layout else []
     model = facts.get("model") or {}
