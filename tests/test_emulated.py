@@ -1,7 +1,9 @@
 """What a run and the link measurement do on emulated machines with planted faults."""
 
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ import pytest
 
 from bireme.links import LinkTable
 from bireme.nodes import EmulatedCluster
+from bireme.record import read_run
 
 if TYPE_CHECKING:
     from tests.planted import BLOCK, HOSTS, SECOND_CARD, on
@@ -86,6 +89,34 @@ def test_a_run_names_the_blocked_direction(cluster: EmulatedCluster, tmp_path: P
     for error in errors:
         assert "node node0 (rank 0) cannot connect to node node1 (rank 1) at 10.118.0.2:" in error
         assert "firewall" in error and "node1 (rank 1) cannot" not in error
+
+
+TRAIN = ["-m", "bireme", "train", "--preset", "toy", "--steps", "100000", "--global-batch-size", "2"]
+
+
+def test_a_run_whose_peer_is_gone_names_the_node(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    """Power loss: no connection is closed, nobody says goodbye."""
+    run = tmp_path / "run"
+    with (tmp_path / "err").open("w") as stderr:
+        first, second = (
+            node.start(
+                [sys.executable, *TRAIN, "--run-dir", str(run)],
+                env={"OMP_NUM_THREADS": "1", "BIREME_TIMEOUT_S": "5"},
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+            )
+            for node in cluster.nodes
+        )
+    deadline = time.monotonic() + 120
+    while not ((run / "steps.jsonl").exists() and (run / "steps.jsonl").stat().st_size):
+        assert first.returncode is None and time.monotonic() < deadline, (tmp_path / "err").read_text()
+        time.sleep(0.1)
+    cluster.node(1).kill()
+    assert first.wait(90) == 1
+    assert second.wait(10) < 0
+    (line,) = [line for line in (tmp_path / "err").read_text().splitlines() if line.startswith("bireme: ")]
+    assert "rank 0 on node0 stopped: no answer from the other ranks; node1 (10.118.0.2) cannot be reached" in line
+    assert read_run(run).facts["status"] != "running"
 
 
 def test_a_slowed_link_shows_in_the_next_measurement(cluster: EmulatedCluster, tmp_path: Path) -> None:

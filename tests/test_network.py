@@ -13,6 +13,7 @@ from bireme.network import (
     Choice,
     Endpoint,
     Interface,
+    answers,
     choose,
     free_port,
     interface_variables,
@@ -244,3 +245,15 @@ def test_a_free_port_can_be_taken() -> None:
     for address in ("", "127.0.0.1"):
         with socket.socket() as taker:
             taker.bind((address, free_port(address)))
+
+
+def test_a_machine_answers_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers("127.0.0.1", 5.0)  # refused is an answer
+    with socket.create_server(("127.0.0.1", 0)):
+        assert answers("127.0.0.1", 5.0)
+
+    def silence(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", silence)
+    assert not answers("10.0.0.1")

@@ -6,12 +6,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bireme import nodes_command
 from bireme.cli import app, run
+from bireme.cores import usable_cores
 
 BIREME = [sys.executable, "-m", "bireme"]
 
@@ -50,7 +53,7 @@ def test_every_node_runs_the_command_and_its_lines_carry_its_name() -> None:
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [f"node{i} | {i} of 3" for i in range(3)]
     assert {line for line in done.stderr.splitlines() if "|" in line} == {f"node{i} | node{i}" for i in range(3)}
-    if len(os.sched_getaffinity(0)) < 3:
+    if len(usable_cores()) < 3:
         assert "warning: 3 nodes of 1 core share" in done.stderr
 
 
@@ -89,6 +92,16 @@ def test_who_goes_on_for_too_long_after_a_failure_is_ended(monkeypatch: pytest.M
     assert time.monotonic() - started < 30
 
 
+@contextmanager
+def started(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_the_commands_which_end_in_their_own_way(number: int, tmp_path: Path) -> None:
     name = "INT" if number == signal.SIGINT else "TERM"
@@ -96,7 +109,7 @@ def test_a_signal_goes_to_the_commands_which_end_in_their_own_way(number: int, t
         f"trap 'sleep 0.3; touch {tmp_path}/ended-$NODE_RANK; exit 0' {name}; echo up; while :; do sleep 0.05; done"
     )
     command = [*BIREME, "nodes", "--nodes", "2", "--", "sh", "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(command) as process:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {"node0 | up\n", "node1 | up\n"}
         process.send_signal(number)
@@ -107,7 +120,7 @@ def test_a_signal_goes_to_the_commands_which_end_in_their_own_way(number: int, t
 def test_a_second_ctrl_c_does_not_wait_any_longer() -> None:
     script = "trap : INT; echo up; while :; do sleep 0.05; done"
     command = [*BIREME, "nodes", "--nodes", "2", "--", "sh", "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with started(command) as process:
         assert process.stdout is not None
         assert {process.stdout.readline(), process.stdout.readline()} == {"node0 | up\n", "node1 | up\n"}
         process.send_signal(signal.SIGINT)
@@ -117,11 +130,40 @@ def test_a_second_ctrl_c_does_not_wait_any_longer() -> None:
         assert process.wait(30) == 130
 
 
+def test_names_and_values_need_not_be_utf8() -> None:
+    command = [*BIREME, "nodes", "--nodes", "1", "--", "sh", "-c", 'printf "%s" "$ODD" | od -An -tx1', "\udcfe"]
+    environment = {**os.environb, b"ODD": b"\xff\x80"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout.split()) == (0, ["node0", "|", "ff", "80"]), done.stderr
+
+
 def test_a_reader_that_leaves_does_not_hold_the_commands_up() -> None:
     command = " ".join([*BIREME, "nodes", "--", "sh", "-c", "'for i in $(seq 2000); do echo $i; done'"])
     done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, timeout=60)
     assert re.fullmatch(r"node[01] \| \d+\n", done.stdout)
     assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_printed_ends_the_commands() -> None:
+    # Endless commands: the pipe that nobody reads ends them, as it would without `bireme nodes` in between.
+    command = " ".join([*BIREME, "nodes", "--", "yes"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (141, b"")
+    with Path("/dev/full").open("w") as full:
+        full_disk = subprocess.run([*BIREME, "nodes", "--", "yes"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert full_disk.returncode == 1
+    assert full_disk.stderr == b"bireme: cannot write the output: No space left on device\n"
+    closed = subprocess.run(["sh", "-c", " ".join([*BIREME, "nodes", "--", "true", ">&-"])], stderr=subprocess.PIPE)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    script = f"cd {tmp_path} && mkdir gone && cd gone && rmdir ../gone && {' '.join(BIREME)} nodes -- true"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "bireme: the working directory does not exist any more: change to one that does\n"
 
 
 def test_output_is_copied_from_threads_that_end() -> None:

@@ -10,12 +10,29 @@ import torch
 import torch.distributed as dist
 
 _POLL = timedelta(seconds=0.5)
+COLLECTIVE_TIMEOUT_S = 1800.0  # PyTorch's own for gloo
 SIDE_GROUP = "bireme"  # description of the groups that Bireme makes for itself: they are not observed
 
 
-def new_side_group(ranks: list[int] | None = None) -> Any:
-    """A gloo group for messages that are not training's; collective over all ranks (None: of all ranks)."""
-    return dist.new_group(ranks, backend="gloo", group_desc=SIDE_GROUP)
+def new_side_group(ranks: list[int] | None = None, connect_s: float | None = None) -> Any:
+    """A gloo group for messages that are not training's; collective over all ranks (None: of all ranks).
+
+    `connect_s`: gloo's timeout while the ranks connect (it waits up to five times as long); None: PyTorch's.
+    """
+    timeout = None if connect_s is None else timedelta(seconds=connect_s)
+    group = dist.new_group(ranks, backend="gloo", group_desc=SIDE_GROUP, timeout=timeout)
+    if timeout is not None:
+        set_group_timeout(COLLECTIVE_TIMEOUT_S, group)
+    return group
+
+
+def set_group_timeout(timeout_s: float, group: Any = None) -> None:
+    """How long a collective of a group (None: of all ranks) may take from now on."""
+    timeout = timedelta(seconds=timeout_s)
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:  # torch 2.13
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class PeerTimeout(RuntimeError):
@@ -29,14 +46,14 @@ class Channel:
     `timeout_s` raises PeerTimeout; `give_up` is asked twice a second whether to stop waiting sooner.
     """
 
-    def __init__(self, timeout_s: float = 1800.0):
+    def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S, connect_s: float | None = None):
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self.timeout_s = timeout_s
         self.give_up: Callable[[], bool] = lambda: False
         # The side group shares nothing with the training groups: it has its own sockets and worker threads.
-        self.group: Any = new_side_group() if self.size > 1 else None
+        self.group: Any = new_side_group(connect_s=connect_s) if self.size > 1 else None
 
     def wait(self, work: Any) -> None:
         """Waits for a collective in short turns, so that a rank whose peers are gone can leave."""

@@ -368,7 +368,8 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     try:
         command, bound = _parse(app, arguments)
         exit_code = command(*bound.args, **bound.kwargs)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller's shell
+            sys.stdout.flush()
     except UserError as error:
         if not getattr(error, "shown_by_rank_0", False) or _rank() == 0:
             # What is quoted may come from a foreign file: nothing in it may drive the terminal.
@@ -380,6 +381,9 @@ def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            print(f"bireme: {error.strerror}: allow more, with ulimit -n 1024", file=sys.stderr)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from bireme.errors import UserError
 
+MOST_NODES = 100_000  # more is a mistake in a list of nodes
+UNSHAPED = "unshaped"  # what BIREME_LINK says where emulated nodes are plain processes on loopback
+
 # Slurm numbers the steps that are no srun (batch script, interactive shell, extern) from the top of 32 bits down.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Below the range from which the kernel takes ports for outgoing connections.
@@ -153,6 +156,8 @@ def expand_counts(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:
             raise UserError(f"{text!r} is not a list of tasks per node, as in 4(x2),1")
+        if len(counts) + int(match[2] or 1) > MOST_NODES:
+            raise UserError(f"{text!r} names more than {MOST_NODES} nodes")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -167,6 +172,8 @@ def expand_nodelist(text: str) -> list[str]:
         expanded = [""]
         for index, piece in enumerate(pieces):
             choices = _expand_ranges(piece, text) if index % 2 else [piece]
+            if len(expanded) * len(choices) > MOST_NODES:
+                raise UserError(f"{text!r} names more than {MOST_NODES} nodes")
             expanded = [before + choice for before in expanded for choice in choices]
         names += expanded
     return names
@@ -179,6 +186,8 @@ def _expand_ranges(inside: str, text: str) -> list[str]:
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise UserError(f"{text!r} is not a list of nodes: {each!r} is not a number or a range, as in [01-03,07]")
         first, last = match[1], match[2] or match[1]
+        if len(numbers) + int(last) - int(first) >= MOST_NODES:
+            raise UserError(f"{text!r} names more than {MOST_NODES} nodes")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from rich.console import Console
 
+from bireme.environment import Launch
 from bireme.errors import SharedError, UserError
 from bireme.links import SMALLEST_BYTES, LinkTable
 from bireme.report.link_tables import draw, render, render_brief
 
 if TYPE_CHECKING:
     from bireme.world import World
+
+# Without a sign of life for so long, or for so much of all the time, a link is taken for dead.
+_SILENT_S, _SILENT_SHARE = 20.0, 1.5
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     prefix + suffix: size**power
@@ -55,7 +59,7 @@ def links_command(
             raise UserError(f"--device {device} is unknown: auto, cpu or cuda")
     except UserError as error:
         problem = str(error)
-        if not {"RANK", "NODE_RANK"} & set(os.environ):
+        if Launch.from_environment(os.environ).size == 1:
             raise
     table = _measure(problem, largest, seconds, out, device)
     if table is not None:
@@ -76,6 +80,13 @@ def _measure(problem: str | None, max_bytes: int, seconds: float, out: Path, dev
     if device == "cuda" and not cuda and problem is None:
         problem = "--device cuda, but PyTorch sees no GPU here: use --device cpu"
     world = join("cuda" if cuda else "cpu")
+    said: list[str] = []
+
+    def say_stopped(reason: str) -> None:
+        if world.rank == 0 and not said:
+            said.append(reason)
+            print(f"bireme: stopped by {reason}; nothing was saved", file=sys.stderr, flush=True)
+
     try:
         with StopRequest() as stop, peer_lost_in_one_line(world, stop.check, "nothing was saved"):
             if world.size == 1:
@@ -84,8 +95,10 @@ def _measure(problem: str | None, max_bytes: int, seconds: float, out: Path, dev
                     or "links are between at least two ranks: torchrun --nproc-per-node 2 -m bireme links, "
                     "or bireme nodes --nodes 2 --link 1gbit -- bireme links"
                 )
-            stop.on_stuck = lambda reason: _say_stopped(world.rank, reason)
+            stop.on_stuck = say_stopped
             world.raise_together(problem)
+            _agree(world, max_bytes, seconds)
+            world.set_timeout(max(_SILENT_S, _SILENT_SHARE * seconds))
             with world.together():
                 _check_memory(max_bytes, world.local_size)
                 if world.rank == 0:
@@ -93,15 +106,21 @@ def _measure(problem: str | None, max_bytes: int, seconds: float, out: Path, dev
             with _progress(world.rank, seconds) as progress:
                 return _table(world, max_bytes, seconds, stop.check, progress, out)
     except Interrupted as stopped:
-        _say_stopped(world.rank, str(stopped))
+        say_stopped(str(stopped))
         raise
     finally:
         world.leave()
 
 
-def _say_stopped(rank: int, reason: str) -> None:
-    if rank == 0:
-        print(f"bireme: stopped by {reason}; nothing was saved", file=sys.stderr, flush=True)
+def _agree(world: "World", max_bytes: int, seconds: float) -> None:
+    """SharedError where ranks were started with different options: they would wait for each other's next operation."""
+    asked = world.channel.all_gather([max_bytes, seconds])
+    for rank, each in enumerate(asked):
+        if each != asked[0]:
+            raise SharedError(
+                f"rank 0 is to measure up to {asked[0][0]} bytes in {asked[0][1]:g} s, and rank {rank} up to {each[0]} "
+                f"bytes in {each[1]:g} s: start all with the same --max-bytes and --seconds"
+            )
 
 
 def _table(

@@ -7,6 +7,7 @@ decide alike. The only place of `bireme links` that knows torch.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -205,7 +206,11 @@ class Probe:
         side = _Side(group, [], None)
         for members in group.members:
             # All ranks are in the default group already. Every rank has to take part in making any other.
-            handle = dist.group.WORLD if len(members) == self.world.size else dist.new_group(list(members))
+            handle = (
+                dist.group.WORLD
+                if len(members) == self.world.size
+                else dist.new_group(list(members), timeout=timedelta(seconds=self.world.channel.timeout_s))
+            )
             if self.world.rank in members:
                 side.members, side.handle = list(members), handle
         return side

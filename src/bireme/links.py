@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError, nearest
 from bireme.ledger import bus_bandwidth_factor
 from bireme.link_curve import Curve, Fit
@@ -15,10 +16,10 @@ from bireme.record import is_number, write_json_atomic
 
 FORMAT = "bireme-links"
 VERSION = 1
+_MOST_BYTES = 64 << 20
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 WORLD, INTRA_NODE, INTER_NODE = GROUPS = ("world", "intra-node", "inter-node")
 SMALLEST_BYTES = 1024
-UNSHAPED = "unshaped"  # BIREME_LINK where emulated nodes are processes on loopback
 
 # What is called a time or a size in a file, so that nothing computed from it overflows.
 _TIMES_S = (1e-9, 1e7)
@@ -109,6 +110,8 @@ class LinkTable:
 
     def slow(self) -> dict[tuple[str, str], str]:
         """Slow directions between nodes, and against what."""
+        if self.link == UNSHAPED:  # there is no link: processes on loopback differ by chance
+            return {}
         return slow_pairs(self.pairs, checked_link_rate(self.link))
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,6 +160,10 @@ class LinkTable:
     def load(cls, path: Path) -> "LinkTable":
         """UserError, in one line, for what is not a whole and sound links.json of this version or an earlier one."""
         try:
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path} is not a file: give one that `bireme links` wrote")
+            if path.exists() and path.stat().st_size > _MOST_BYTES:
+                raise UserError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: it was not written by `bireme links`")
             content = orjson.loads(path.read_bytes())
         except FileNotFoundError:
             raise UserError(f"{path} does not exist: `bireme links` measures and writes it") from None

@@ -122,6 +122,28 @@ class Meeting:
     # --- arriving ------------------------------------------------------------------------------------------------
 
     def _open(self, host: str, is_master: bool) -> Any:
+        """A store; in a thread, as what listens there may be no store and never answer."""
+        opened: list[Any] = []
+
+        def open_it() -> None:
+            try:
+                opened.append(self._store(host, is_master))
+            except BaseException as error:
+                opened.append(error)
+
+        thread = threading.Thread(target=open_it, name="bireme-store", daemon=True)
+        thread.start()
+        thread.join(self.left_s())
+        if not opened:
+            raise UserError(
+                f"what listens at {self.where} is no rank 0 of Bireme: it does not answer; "
+                "is another program using this port? Choose another MASTER_PORT"
+            )
+        if isinstance(opened[0], BaseException):
+            raise opened[0]
+        return opened[0]
+
+    def _store(self, host: str, is_master: bool) -> Any:
         launch = self.launch
         try:
             return dist.TCPStore(

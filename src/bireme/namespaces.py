@@ -50,6 +50,7 @@ _LEAST_BURST_BYTES = 16 * 1024
 # cuts up first, on the cores that train: at 200 Mbit/s and below a quarter of an overlapped step was contention, and at
 # 400 Mbit/s an all-reduce reached 80 % of the link instead of 93 %. So TCP is told the largest that fits.
 _SEGMENT_BYTES = 64 * 1024
+_FRAME_BYTES = 1514
 _OF_BURST = 0.9
 _QUEUE_S = 0.05  # a switch's buffer: what waits longer is dropped, and TCP slows down
 
@@ -130,17 +131,20 @@ def _shape(interface: str, bits_per_s: int | None, delay_s: float) -> None:
         index = route.link_lookup(ifname=interface)[0]
         with contextlib.suppress(NetlinkError):  # there is nothing to delete the first time
             route.tc("del", index=index, root=True)
-        segment = _SEGMENT_BYTES
+        segment, queue = _SEGMENT_BYTES, 0
         if bits_per_s is not None:
             burst = max(int(bits_per_s / 8 * _BURST_S), _LEAST_BURST_BYTES)
             queue = int(bits_per_s / 8 * (_QUEUE_S + delay_s)) + 2 * 64 * 1024
             route.tc("add", "tbf", index=index, handle=0x10000, rate=bits_per_s // 8, burst=burst, limit=queue)
             segment = min(segment, int(burst * _OF_BURST))
-        route.link("set", index=index, gso_max_size=segment)
+        with contextlib.suppress(NetlinkError):  # kernels before 4.16 cannot be told
+            route.link("set", index=index, gso_max_size=segment)
         if delay_s:
             place = {"parent": 0x10001, "handle": 0x20000} if bits_per_s is not None else {"handle": 0x20000}
             try:
-                route.tc("add", "netem", index=index, delay=int(delay_s * 1e6), limit=100_000, **place)
+                # netem takes the place of the bucket's queue, and counts packets.
+                packets = 100_000 if bits_per_s is None else queue // _FRAME_BYTES
+                route.tc("add", "netem", index=index, delay=int(delay_s * 1e6), limit=packets, **place)
             except NetlinkError as error:
                 if error.code != errno.ENOENT:
                     raise
@@ -229,6 +233,10 @@ def _end_holders(holders: list[int]) -> None:
     for holder in holders:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(holder, 0)
+    # Without namespaces, what a killed node leaves comes here.
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 # --- one node -----------------------------------------------------------------------------------------------------
@@ -304,7 +312,7 @@ def _run_node(plan: dict[str, Any], node: dict[str, Any], connection: socket.soc
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    number = getattr(error, "errno", None)
+    number = getattr(error, "errno", getattr(error, "code", None))  # of the system, or of netlink
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return {"error": text or type(error).__name__, "kind": type(error).__name__, "errno": number}
 
@@ -381,9 +389,9 @@ class _Commands:
         stdin, stdout, stderr, status = descriptors
         try:
             process = subprocess.Popen(
-                request["command"],
-                env=request["environment"],
-                cwd=request["directory"],
+                [_decoded(word) for word in request["command"]],
+                env={_decoded(name): _decoded(value) for name, value in request["environment"].items()},
+                cwd=_decoded(request["directory"]),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -429,6 +437,11 @@ class _Commands:
                 return
             psutil.wait_procs(processes, timeout=5)
             self.reap()
+
+
+def _decoded(text: str) -> str:
+    """What nodes._encoded sent."""
+    return os.fsdecode(text.encode("latin-1"))
 
 
 def _no_action(number: int, frame: FrameType | None) -> None:

@@ -279,3 +279,14 @@ def free_port(address: str = "") -> int:
     with socket.socket(socket.AF_INET6 if _is_ipv6(address) else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+def answers(address: str, timeout_s: float = 2.0) -> bool:
+    """Whether a machine answers at an address: a refused connection is an answer, silence and no route are none."""
+    try:
+        socket.create_connection((address, 9), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -10,20 +10,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from bireme.cores import usable_cores
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError
 from bireme.namespaces import INTERFACE, receive, send
 from bireme.network import free_port
 
-UNSHAPED = "unshaped"  # what BIREME_LINK says where nodes are plain processes on loopback
 MASTER_PORT = 29500  # free on every node: nothing else runs on its network card
 MAX_NODES = 250
 _START_S = 30.0
+_ANSWER_S = 20.0
 
 
 # --- rates, delays, cores -----------------------------------------------------------------------------------------
@@ -31,6 +33,8 @@ _START_S = 30.0
 
 def parse_rate(text: str) -> int | None:
     """Bits per second; None for `unlimited`. UserError for what is no rate."""
+    if not isinstance(text, str):
+        raise UserError(f"link rate {text!r} is not text, as in '100mbit'")
     if text == "unlimited":
         return None
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)(kbit|mbit|gbit)", text.strip().lower())
@@ -49,6 +53,8 @@ def parse_delay(text: str | None) -> float:
     """Seconds; 0 for None. UserError for what is no delay."""
     if text is None:
         return 0.0
+    if not isinstance(text, str):
+        raise UserError(f"delay {text!r} is not text, as in '1ms'")
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)(us|ms|s)", text.strip().lower())
     if not match:
         raise UserError(f"delay {text!r} is not understood: write a number and us, ms or s, as in 1ms or 500us")
@@ -98,6 +104,11 @@ class NodeProcess:
             self.returncode = int(os.read(self._status, 32) or -signal.SIGKILL)
             os.close(self._status)
         return self.returncode
+
+    def __del__(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(OSError):
+                os.close(self._status)
 
     def signal(self, number: int) -> None:
         """Sends a signal to the command's process group, as a terminal's Ctrl-C would."""
@@ -155,14 +166,22 @@ class Node:
         it cannot be started.
         """
         inherited = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+        if isinstance(command, str) or not command:
+            raise UserError(f"a command is a list of words, not {command!r}")
         words = [str(part) for part in command]
+        try:
+            directory = str(cwd or Path.cwd())
+        except FileNotFoundError:
+            raise UserError("the working directory does not exist any more: change to one that does") from None
+        environment = {**inherited, **self.environment, **(env or {})}
         message = {
             "do": "start",
-            "command": words,
-            "environment": {**inherited, **self.environment, **(env or {})},
-            "directory": str(cwd or Path.cwd()),
+            "command": [_encoded(word) for word in words],
+            "environment": {_encoded(name): _encoded(value) for name, value in environment.items()},
+            "directory": _encoded(directory),
         }
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller's shell
+            sys.stdout.flush()
         ended, status = os.pipe()
         with Path(os.devnull).open("r+") as nothing:
             outputs = [_descriptor(stdout, 1), _descriptor(stderr, 2)]
@@ -170,9 +189,11 @@ class Node:
             descriptors = [nothing.fileno(), *outputs, status]
             try:
                 answer = self.request(message, descriptors)
-            except OSError as error:
+            except BaseException as error:
                 os.close(ended)
-                raise UserError(f"{self.name} cannot start {words[0]!r}: {error.strerror}") from None
+                if isinstance(error, OSError):
+                    raise UserError(f"{self.name} cannot start {words[0]!r}: {error.strerror}") from None
+                raise
             finally:
                 os.close(status)
         return NodeProcess(self, answer["process"], ended)
@@ -216,7 +237,7 @@ class Node:
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.close()
+            _shut(self._connection)
             self._connection = None
 
     def request(self, message: dict[str, Any], descriptors: list[int] | None = None) -> dict[str, Any]:
@@ -227,6 +248,8 @@ class Node:
             return _ask(self._connection, self.name, message, descriptors)
 
     def _need_network(self, what: str) -> None:
+        if self._connection is None:
+            raise NodeGone(f"{self.name} is not running")
         if not self.cluster.shaped:
             raise UserError(f"cannot {what} the link of {self.name}: the nodes are unshaped ({self.cluster.reason})")
 
@@ -245,7 +268,7 @@ class EmulatedCluster:
         cores_per_node: int | None = None,
         delay: str | None = None,
     ):
-        if not 1 <= nodes <= MAX_NODES:
+        if type(nodes) is not int or not 1 <= nodes <= MAX_NODES:
             raise UserError(f"nodes is {nodes}: choose 1 to {MAX_NODES}")
         if cores_per_node is not None and cores_per_node < 1:
             raise UserError(f"cores_per_node is {cores_per_node}: a node needs at least one core")
@@ -287,7 +310,7 @@ class EmulatedCluster:
         for node in self.nodes:
             node.close()
         if self._control is not None:
-            self._control.close()
+            _shut(self._control)
             self._control = None
         if self._keeper is not None:
             try:
@@ -364,25 +387,48 @@ def _started(connection: socket.socket) -> None:
         return
     if answer["kind"] == "NoNetem":
         raise UserError(f"{answer['error']}: leave out the delay, or load the module")
-    reason = f"network namespaces are not permitted here ({answer['error']})"
-    if answer["errno"] in (errno.ENOSPC, errno.EUSERS):
-        reason = "there may be no more network namespaces here (/proc/sys/user/max_net_namespaces)"
-    if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists() and os.geteuid() != 0:
-        reason += "; sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0 permits them"
+    number = answer["errno"]
+    if number in (errno.ENOSPC, errno.EUSERS):
+        reason = "no more network namespaces are allowed here (/proc/sys/user/max_net_namespaces)"
+    elif number in (errno.EPERM, errno.EACCES):
+        reason = f"network namespaces are not permitted here ({answer['error']})"
+        if Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns").exists() and os.geteuid() != 0:
+            reason += "; sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0 permits them"
+    elif number is not None or answer["kind"] == "ImportError":
+        reason = f"this system cannot make network namespaces with limited links ({answer['error']})"
+    else:
+        raise RuntimeError(f"the emulated nodes could not be made: {answer['kind']}: {answer['error']}")
     raise _Refused(reason)
+
+
+def _shut(connection: socket.socket) -> None:
+    """Also where a forked child still holds it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _ask(
     connection: socket.socket, who: str, message: dict[str, Any], descriptors: list[int] | None = None
 ) -> dict[str, Any]:
+    connection.settimeout(_ANSWER_S)
     try:
         send(connection, message, descriptors)
         answer, _ = receive(connection)
+    except TimeoutError:
+        raise NodeGone(f"{who} does not answer") from None
     except (ConnectionError, EOFError):
         raise NodeGone(f"{who} is gone") from None
+    finally:
+        connection.settimeout(None)
     if "error" in answer:
         raise OSError(answer["errno"] or 0, answer["error"])
     return answer
+
+
+def _encoded(text: str) -> str:
+    """Bytes as a message can carry them: names and values need not be UTF-8."""
+    return os.fsencode(text).decode("latin-1")
 
 
 def _descriptor(file: int | IO[Any] | None, standard: int) -> int:
@@ -430,3 +476,48 @@ def parse_ranks(text: str, nodes: int) -> list[int]:
     if len(ranks) != nodes:
         raise UserError(f"--torchrun {text} is for {len(ranks)} nodes, and there are {nodes}")
     return ranks
+
+
+def why_unshaped() -> str | None:
+    """Why nodes would be plain processes on loopback here; None where they can be machines. Takes half a second."""
+    with EmulatedCluster(nodes=1) as cluster:
+        return cluster.reason
+
+
+def wait_for_all(
+    processes: Sequence[NodeProcess],
+    turn: Callable[[], Sequence[int]],
+    failed: Callable[[NodeProcess, bool], None] = lambda process, others_run: None,
+    grace_s: float = 15.0,
+    kill_after_s: float = 5.0,
+) -> NodeProcess | None:
+    """Waits for commands on several nodes; returns the first that failed. The others then have `grace_s`.
+
+    `turn` is called several times a second and returns signals for those that still run; `failed(process, others_run)`
+    once, when the first one fails.
+    """
+    waiting = list(processes)
+    first: NodeProcess | None = None
+    to_send: list[tuple[float, int]] = []  # when, and which signal
+    while waiting:
+        ended = select.select(waiting, [], [], 0.2)[0]
+        waiting = [process for process in waiting if process not in ended]
+        for process in ended:
+            if process.wait() and first is None:
+                first = process
+                failed(process, bool(waiting))
+                end = time.monotonic() + grace_s
+                to_send += [(end, signal.SIGTERM), (end + kill_after_s, signal.SIGKILL)]
+        now = time.monotonic()
+        to_send += [(now, number) for number in turn()]
+        for _, number in [due for due in to_send if due[0] <= now]:
+            for process in waiting:
+                process.signal(number)
+        to_send = [later for later in to_send if later[0] > now]
+    return first
+
+
+def how_it_ended(process: NodeProcess) -> str:
+    """``node1 ended with exit code 3``, or by which signal."""
+    code = process.wait()
+    return f"{process.node.name} ended with " + (f"exit code {code}" if code > 0 else f"signal {-code}")

@@ -2,16 +2,23 @@
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self, TextIO
 
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError
-from bireme.nodes import UNSHAPED, EmulatedCluster, NodeProcess, parse_ranks, torchrun_command
+from bireme.nodes import (
+    EmulatedCluster,
+    NodeProcess,
+    how_it_ended,
+    parse_ranks,
+    torchrun_command,
+    wait_for_all,
+)
 
 _GRACE_S = 15.0  # how long the other nodes may go on when one has failed
 _KILL_AFTER_S = 5.0
@@ -37,7 +44,7 @@ def nodes_command(
             print(f"bireme nodes: {cluster.reason}: plain processes on loopback instead, {UNSHAPED}", file=sys.stderr)
         output = PrefixedOutput()
         running: list[NodeProcess] = []
-        for node in cluster.nodes:
+        for node in cluster.nodes if not signals.first else ():
             env = {"PYTHONUNBUFFERED": "1"}
             line = command
             if ranks is not None:
@@ -46,35 +53,17 @@ def nodes_command(
                 env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
             with output.of(node.name) as (stdout, stderr):
                 running.append(node.start(line, env, stdout=stdout, stderr=stderr))
-        code = _wait_for_all(running, signals)
+        first = wait_for_all(running, signals.take, partial(_say_failed, output), _GRACE_S, _KILL_AFTER_S)
         output.close()
-    return code
+    if signals.first:
+        return 128 + signals.first
+    code = first.wait() if first is not None else 0
+    return code if code >= 0 else 128 - code
 
 
-def _wait_for_all(running: list[NodeProcess], signals: "_Signals") -> int:
-    """The exit code of the first that failed, or 0. A first Ctrl-C goes to the commands, a second one kills them."""
-    waiting = list(running)
-    first_failure = 0
-    to_send: list[tuple[float, int]] = []  # when, and which signal, to the commands that still run
-    while waiting:
-        for process in select.select(waiting, [], [], 0.2)[0]:
-            waiting.remove(process)
-            code = process.wait()
-            if code and not first_failure:
-                first_failure = code if code > 0 else 128 - code
-                if waiting and not signals.first:
-                    what = f"exit code {code}" if code > 0 else f"signal {-code}"
-                    name = process.node.name
-                    print(f"bireme nodes: {name} ended with {what}; the others have {_GRACE_S:.0f} s", file=sys.stderr)
-                    end = time.monotonic() + _GRACE_S
-                    to_send += [(end, signal.SIGTERM), (end + _KILL_AFTER_S, signal.SIGKILL)]
-        now = time.monotonic()
-        to_send += [(now, number) for number in signals.take()]
-        for _, number in [due for due in to_send if due[0] <= now]:
-            for process in waiting:
-                process.signal(number)
-        to_send = [later for later in to_send if later[0] > now]
-    return 128 + signals.first if signals.first else first_failure
+def _say_failed(output: "PrefixedOutput", process: NodeProcess, others_run: bool) -> None:
+    if others_run and output.failure is None:
+        print(f"bireme nodes: {how_it_ended(process)}; the others have {_GRACE_S:.0f} s", file=sys.stderr)
 
 
 class _Signals:
@@ -108,6 +97,7 @@ class PrefixedOutput:
     """Copies what every node prints to this process's output, whole lines behind the node's name."""
 
     def __init__(self) -> None:
+        self.failure: OSError | None = None
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -128,13 +118,25 @@ class PrefixedOutput:
                 os.close(writing)
 
     def close(self) -> None:
-        """Waits until everything is printed. What outlives its command may hold a pipe: it is not waited for long."""
+        """Waits until everything is printed; OSError where it could not be.
+
+        What outlives its command may hold a pipe: it is not waited for long.
+        """
         for thread in self._threads:
             thread.join(timeout=2.0)
+        if self.failure is not None:
+            raise self.failure
 
-    def _copy(self, reading: int, name: str, target: TextIO) -> None:
+    def _copy(self, reading: int, name: str, target: TextIO | None) -> None:
+        # Where it cannot be printed, the pipe is closed: the commands learn it as they would from a pipe of their own.
         with open(reading, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                    target.write(f"{name} | {line.removesuffix(chr(10))}\n")
-                    target.flush()
+                if target is None:  # the caller's shell closed it
+                    continue
+                try:
+                    with self._lock:
+                        target.write(f"{name} | {line.removesuffix(chr(10))}\n")
+                        target.flush()
+                except OSError as error:
+                    self.failure = self.failure or error
+                    return

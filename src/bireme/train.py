@@ -6,7 +6,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,18 +24,21 @@ from bireme.config import TrainConfig
 from bireme.console import RankLog, StepPrinter
 from bireme.cores import usable_cores
 from bireme.data import Corpus, open_tokens, prepare, rank_share, share
-from bireme.environment import Launch
+from bireme.environment import UNSHAPED, Launch
 from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
 from bireme.inject import Injector, Straggler
 from bireme.layout import Replicas, replicate
 from bireme.model import GPT, compile_blocks, num_parameters, preset
+from bireme.nodes import parse_rate
 from bireme.observe.monitor import Monitor, Step
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import StopRequest
-from bireme.world import World, join, peer_lost_in_one_line
+from bireme.world import World, join, peer_lost_in_one_line, positive_seconds
 
 log = logging.getLogger(__name__)
+
+_SILENT_S = 20.0  # with what it takes to find out who is silent, half a minute
 
 
 class Trainer:
@@ -245,6 +248,9 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
             )
             stack.callback(printer.close)
 
+        limit_s = silence_limit_s(os.environ, trainer)
+        if limit_s is not None:
+            world.set_timeout(limit_s)
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
@@ -257,6 +263,23 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
             except (OSError, SafetensorError) as error:
                 raise UserError(f"cannot save the weights in {directory}: {error}") from None
         return directory
+
+
+def silence_limit_s(environ: Mapping[str, str], trainer: Trainer) -> float | None:
+    """After how long without an answer a rank takes the others for lost; None: PyTorch's 30 minutes.
+
+    BIREME_TIMEOUT_S says it. On emulated nodes it is 20 s, and what slow links and planted delays explain.
+    """
+    given = environ.get("BIREME_TIMEOUT_S")
+    if given:
+        return positive_seconds("BIREME_TIMEOUT_S", given)
+    if not environ.get("BIREME_NODE"):
+        return None
+    link = environ.get("BIREME_LINK", UNSHAPED)
+    bits_per_s = None if link == UNSHAPED else parse_rate(link)
+    gradients_s = num_parameters(trainer.model_config) * 4 * 8 / bits_per_s if bits_per_s else 0.0
+    delays_ms = trainer.straggler.delays_ms if trainer.straggler else ()
+    return _SILENT_S + 10 * gradients_s + max(delays_ms, default=0.0) / 1e3
 
 
 def loop(trainer: Trainer, monitor: Monitor, check_for_stop: Callable[[], None] = lambda: None) -> None:

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from bireme.advertise import Place, agree, explain
-from bireme.channel import Channel
+from bireme.channel import COLLECTIVE_TIMEOUT_S, Channel, set_group_timeout
 from bireme.cores import usable_cores
 from bireme.environment import Launch, forgotten_launcher
 from bireme.errors import SharedError, UserError
 from bireme.meeting import Meeting
-from bireme.text import name_ranks, printable
+from bireme.network import answers
+from bireme.text import listed, name_ranks, printable
 
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 30.0
-_COLLECTIVE_TIMEOUT_S = 1800.0  # PyTorch's own for gloo
 
 
 @dataclass(slots=True)
@@ -77,6 +77,12 @@ class World:
         if said:
             raise SharedError("; ".join(said))
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a collective, or a message on the channel, may take from now on; new groups need it said again."""
+        self.channel.timeout_s = timeout_s
+        if self.size > 1:
+            set_group_timeout(timeout_s)
+
     def leave(self) -> None:
         """Destroys the process groups. Never raises: at the end there is nobody left to help."""
         if dist.is_initialized():
@@ -87,7 +93,8 @@ class World:
 
 
 # How gloo says that the other end of a connection is gone.
-_LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe|no answer from the other ranks", re.IGNORECASE)
+_LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe", re.IGNORECASE)
+_SILENT_PEER = re.compile("no answer from the other ranks|timed out", re.IGNORECASE)
 
 
 class PeerLost(UserError):
@@ -110,9 +117,23 @@ def peer_lost_in_one_line(
         if "not enough memory" in str(error) or "can't allocate memory" in str(error):
             raise UserError(f"not enough memory for these sizes: {str(error).splitlines()[0]}") from None
         check_for_stop()
+        if _SILENT_PEER.search(str(error)):
+            raise PeerLost(
+                f"rank {world.rank} on {world.node} stopped: no answer from the other ranks; {_who_is_silent(world)} "
+                f"({hint})"
+            ) from error
         if _LOST_PEER.search(str(error)):
             raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left ({hint})") from error
         raise
+
+
+def _who_is_silent(world: World) -> str:
+    """Which nodes' networks do not answer: a machine that runs refuses a connection at once."""
+    others = {rank["node"]: rank.get("address") for rank in world.ranks if rank["node"] != world.node}
+    silent = listed([f"{node} ({address})" for node, address in others.items() if address and not answers(address)])
+    if silent:
+        return f"{silent} cannot be reached: is the machine up, its cable plugged in, and no firewall between?"
+    return "every node's network answers, so a process hangs or was stopped"
 
 
 def join(device: str = "cpu") -> World:
@@ -141,7 +162,10 @@ def join(device: str = "cpu") -> World:
     meeting = Meeting(launch, timeout_s, f"process {os.getpid()} on node {node_name()}")
     places = agree(meeting, node_name(), _network_stack()) if launch.size > 1 else []
     _init_process_group(backend, meeting, places)
-    world = here(launch.local_rank, chosen, places[launch.rank] if places else None)
+    try:
+        world = here(launch.local_rank, chosen, places[launch.rank] if places else None, _connect_s(meeting))
+    except RuntimeError as error:  # somebody was lost in between
+        raise UserError(explain(error, launch.rank, places)) from None
     world.meeting = meeting
     return world
 
@@ -149,39 +173,42 @@ def join(device: str = "cpu") -> World:
 def join_timeout_s(environ: Mapping[str, str]) -> float:
     """How long ranks wait for each other before training."""
     given = environ.get("BIREME_JOIN_TIMEOUT_S")
-    if not given:
-        return JOIN_TIMEOUT_S
+    return positive_seconds("BIREME_JOIN_TIMEOUT_S", given) if given else JOIN_TIMEOUT_S
+
+
+def positive_seconds(name: str, given: str) -> float:
+    """The number that a variable gives. UserError for what is none, or no time that anybody waits."""
     try:
-        timeout_s = float(given)
+        seconds = float(given)
     except ValueError:
-        timeout_s = 0.0
-    if not 0 < timeout_s < float("inf"):
-        raise UserError(f"BIREME_JOIN_TIMEOUT_S={given!r} is not a number of seconds above 0")
-    return timeout_s
+        seconds = 0.0
+    if not 0 < seconds <= 1e6:
+        raise UserError(f"{name}={given!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _connect_s(meeting: Meeting) -> float:
+    """gloo waits up to five times as long for a peer that does not come."""
+    return max(5.0 + 0.02 * meeting.launch.size, meeting.left_s() / 5)
 
 
 def _init_process_group(backend: str, meeting: Meeting, places: list[Place]) -> None:
     """With a short timeout while the ranks connect, and the usual one for what they do then."""
     launch = meeting.launch
-    # gloo waits up to five times as long for a peer that does not come.
-    connect = timedelta(seconds=max(5.0 + 0.02 * launch.size, meeting.left_s() / 5))
+    connect = timedelta(seconds=_connect_s(meeting))
     meeting.store.set_timeout(connect)
     try:
         dist.init_process_group(backend, store=meeting.store, rank=launch.rank, world_size=launch.size, timeout=connect)
     except RuntimeError as error:
         log.debug("the process group could not be made: %s", error)
         raise UserError(explain(error, launch.rank, places)) from None
-    usual = timedelta(seconds=_COLLECTIVE_TIMEOUT_S)
-    meeting.store.set_timeout(usual)
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(usual)
-    else:  # torch 2.13
-        dist.distributed_c10d._set_pg_timeout(usual)
+    meeting.store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    set_group_timeout(COLLECTIVE_TIMEOUT_S)
 
 
-def here(local_rank: int, device: torch.device, place: Place | None = None) -> World:
+def here(local_rank: int, device: torch.device, place: Place | None = None, connect_s: float | None = None) -> World:
     """The world of a process group that is there already."""
-    channel = Channel()
+    channel = Channel(connect_s=connect_s)
     ranks, nodes = introduce(channel, local_rank, device, place)
     return World(channel.rank, channel.size, local_rank, device, channel, ranks, nodes)
 

@@ -39,6 +39,7 @@ def doctors(
         command = [sys.executable, "-m", "bireme", "doctor", "--json", "--wait", str(wait_s), *arguments]
         env = {"OMP_NUM_THREADS": "1", **(environment or {}).get(node.rank, {})}
         running.append((node.start(command, env=env, stdout=output), output))
+    codes: list[int] = []
     reports: list[dict[str, Any] | None] = []
     for process, output in running:
         code = process.wait(120)
@@ -46,8 +47,12 @@ def doctors(
             output.seek(0)
             text = output.read()
         report = orjson.loads(text) if text else None
-        assert code == (1 if report is None or not report["passed"] else 0) or report is None
+        codes.append(code)
         reports.append(report)
+    for code, report in zip(codes, reports, strict=True):
+        # Where the report is node 0's, so is the verdict.
+        decisive = report or reports[0]
+        assert decisive is not None and code == (0 if decisive["passed"] else 1)
     return reports
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from bireme.doctor.cluster import Check, Cluster, Status
 from bireme.doctor.facts import Facts
+from bireme.environment import UNSHAPED
 from bireme.text import count, listed, shell
 
 CLOCK_LIMIT_S = 1.0
@@ -159,7 +160,15 @@ def observation(cluster: Cluster) -> Iterator[Check]:
     for why in dict.fromkeys(without_namespaces.values()):
         labels = [label for label, each in without_namespaces.items() if each == why]
         text = f"{listed(labels)}: no network namespaces ({why}): `bireme nodes` will use plain processes, unshaped"
-        fix = "sudo sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0"
+        limited = "max_net_namespaces" in why
+        fix = (
+            "sudo sysctl user.max_net_namespaces=1000"
+            if limited
+            else "run it as root, or: sudo sysctl "
+            + " ".join(
+                f"kernel.{name}" for name in ("unprivileged_userns_clone=1", "apparmor_restrict_unprivileged_userns=0")
+            )
+        )
         yield Check("namespaces", "warn", text, tuple(labels), fix)
     if not without_namespaces:
         yield Check("namespaces", "pass", "`bireme nodes` can make real nodes (network namespaces)")
@@ -218,7 +227,7 @@ def emulation(cluster: Cluster) -> Iterator[Check]:
     """What of this cluster is emulated or pretended."""
     links = {label: facts.link for label, facts in cluster.each() if facts.link}
     if links:
-        unshaped = [label for label, link in links.items() if link == "unshaped"]
+        unshaped = [label for label, link in links.items() if link == UNSHAPED]
         if unshaped:
             text = f"{listed(unshaped)}: emulated nodes are plain processes on loopback: no real link (unshaped)"
             yield Check("link", "warn", text, tuple(unshaped))

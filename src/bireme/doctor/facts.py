@@ -119,6 +119,10 @@ class Seen:
     peer_names: list[Name]
 
 
+# What is divided by, or is a place in a list. Other whole numbers are not negative either.
+_LEAST = {"ranks": 1, "threads": 1, "affinity_cores": 1, "nodes": 1}
+
+
 def seen_from_json(value: Any) -> Seen:
     seen: Seen = _decode(Seen, value, "connections")
     return seen
@@ -159,9 +163,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if kind is bool:
         fits = isinstance(value, bool)
     elif kind is int:
-        fits = isinstance(value, int) and not isinstance(value, bool)
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= _LEAST.get(where, 0)
     else:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
+        fits = fits and (where != "cores" or value > 0)
     if not fits:
         raise UserError(f"a peer's {where} is not {'true or false' if kind is bool else 'a number'}")
     return value

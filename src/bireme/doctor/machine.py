@@ -6,7 +6,6 @@ import platform
 import queue
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from bireme import __version__
 from bireme.cores import usable_cores
 from bireme.doctor.facts import DEFAULT_PORT, HANDED_OUT_FROM, LONGEST_TEXT, RENDEZVOUS_PORT, Card, Facts, Name, Port
 from bireme.doctor.quota import quota_cores
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError
 from bireme.network import (
     Interface,
@@ -46,12 +46,6 @@ VARIABLES = (
 )
 # Reserved for documentation, routed like any other machine far away: asking for the route sends nothing.
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")
-_NAMESPACE_TEST = (
-    "import ctypes,os\n"
-    "unshare=ctypes.CDLL(None,use_errno=True).unshare\n"
-    "if os.geteuid()==0 and unshare(0x40000000)==0: os._exit(0)\n"
-    "if unshare(0x50000000)!=0: print(os.strerror(ctypes.get_errno())); os._exit(1)\n"
-)
 
 
 def look_up(name: str) -> Name:
@@ -292,19 +286,14 @@ def _open_files() -> int | None:
 
 
 def _namespaces_error(environ: Mapping[str, str]) -> str | None:
-    """Tries what `bireme nodes` needs, in a child process."""
+    """Why `bireme nodes` cannot make real nodes here: it is tried."""
     if sys.platform != "linux":
         return "only Linux has network namespaces"
-    if environ.get("BIREME_LINK") not in (None, "", "unshaped"):
+    if environ.get("BIREME_LINK") not in (None, "", UNSHAPED):
         return None  # this is a node of an emulated cluster
+    from bireme.nodes import why_unshaped
+
     try:
-        tried = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _NAMESPACE_TEST],
-            capture_output=True,
-            text=True,
-            timeout=3.0,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return type(error).__name__
-    return None if tried.returncode == 0 else tried.stdout.strip()[:100] or "refused"
+        return why_unshaped()
+    except Exception as error:  # a doctor lists what is wrong; it does not stop there
+        return f"{type(error).__name__}: {error}"

@@ -5,8 +5,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from bireme.environment import UNSHAPED
 from bireme.link_pairs import blame
-from bireme.links import OPERATIONS, UNSHAPED, WORLD, Group, LinkTable, Measurement, Timing
+from bireme.links import OPERATIONS, WORLD, Group, LinkTable, Measurement, Timing
 from bireme.report.colours import ACCENT, COMPUTE, CONTENTION, OTHER, TRANSFER, WAIT
 from bireme.report.figure import picture
 from bireme.report.terminal import percent, safe

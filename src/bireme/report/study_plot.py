@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bireme.environment import UNSHAPED
 from bireme.report.colours import ACCENT, COMPUTE, TRANSFER, WAIT
 from bireme.report.figure import part_legend, picture, plain, stack
 from bireme.text import count
@@ -29,7 +30,7 @@ def plot_study(results: _Object, path: Path) -> None:
 def _title(results: _Object, done: Sequence[_Object]) -> str:
     settings = results["settings"]
     links = sorted({each["link"] for each in done if each["axes"]["nodes"] > 1})
-    link = f", {' and '.join(links)}" if links and (results["name"] != "links" or links == ["unshaped"]) else ""
+    link = f", {' and '.join(links)}" if links and (results["name"] != "links" or links == [UNSHAPED]) else ""
     nodes = f"{count(settings['nodes'], 'emulated node')} of {count(settings['cores_per_node'], 'core')}{link}"
     batch = count(settings["batch_per_rank"], "sequence")
     return f"Study of {results['name']}: {nodes}, model {settings['preset']}, {batch} a rank"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES
 from bireme.record import Run
 from bireme.report.colours import STATE_COLOURS
@@ -100,7 +101,7 @@ def what_ran(summary: dict[str, Any], run: Run) -> str:
     parts = [f"{count(summary['world_size'], 'rank')} on {count(len(summary['nodes']), 'node')}"]
     link = (facts.get("network") or {}).get("link")
     if link:
-        parts.append("unshaped: nodes are processes on loopback" if link == "unshaped" else f"links {safe(link)}")
+        parts.append("unshaped: nodes are processes on loopback" if link == UNSHAPED else f"links {safe(link)}")
     layout = [safe(facts[name]) for name in ("layout", "reduction") if facts.get(name)]
     parts += [", ".join(layout)] if layout else []
     model = facts.get("model") or {}

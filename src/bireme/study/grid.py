@@ -6,9 +6,10 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
 
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError, nearest
 from bireme.inject import Straggler
-from bireme.nodes import UNSHAPED, parse_rate
+from bireme.nodes import parse_rate
 
 WARM_UP_STEPS = 3
 MAX_STEPS = 1_000_000  # of one cell

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES, bus_bandwidth_factor
-from bireme.nodes import UNSHAPED, parse_rate
+from bireme.nodes import parse_rate
 from bireme.record import Run
 from bireme.report.summary import summarise
 from bireme.study.grid import Cell, Study

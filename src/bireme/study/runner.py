@@ -2,32 +2,28 @@
 
 import contextlib
 import re
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError
-from bireme.nodes import UNSHAPED, EmulatedCluster, NodeProcess, torchrun_command
+from bireme.nodes import EmulatedCluster, NodeProcess, how_it_ended, torchrun_command, wait_for_all, why_unshaped
 from bireme.record import STEPS_FILE, read_run
 from bireme.report.summary import measured_steps
 from bireme.study.grid import UNLIMITED, WARM_UP_STEPS, Cell
 
-_POLL_S = 0.5
 _OTHERS_MAY_GO_ON_S = 15.0  # when one node has failed
 _STOP_WITHIN_S = 15.0  # after Ctrl-C; the trainer itself needs at most 9
 
 
+__all__ = ["CellFailed", "run_cell", "why_unshaped"]
+
+
 class CellFailed(Exception):
     """The cell did not finish; one line says why."""
-
-
-def why_unshaped() -> str | None:
-    """Why links cannot be limited on this machine; None where they can."""
-    with EmulatedCluster(nodes=1, link=UNLIMITED, cores_per_node=1) as cluster:
-        return None if cluster.shaped else cluster.reason
 
 
 def trainer_arguments(cell: Cell, run_directory: Path) -> list[str]:
@@ -66,9 +62,10 @@ def run_cell(cell: Cell, run_directory: Path, log: Path, show: Callable[[str], N
     run_directory = run_directory.absolute()
     steps = WARM_UP_STEPS + cell.steps
 
-    def progress() -> None:
+    def progress() -> Sequence[int]:
         done = _lines(run_directory / STEPS_FILE)
         show(f"step {done}/{steps}" if done else f"starting ({time.monotonic() - started:.0f} s)")
+        return ()
 
     with EmulatedCluster(cell.nodes, link, cell.cores_per_node) as cluster, log.open("ab") as output:
         if cluster.shaped == (cell.link == UNSHAPED):
@@ -78,13 +75,13 @@ def run_cell(cell: Cell, run_directory: Path, log: Path, show: Callable[[str], N
             for node in cluster.nodes:
                 command = torchrun_command(node, cell.ranks_per_node, trainer_arguments(cell, run_directory))
                 processes.append(node.start(command, trainer_environment(cell), stdout=output, stderr=output))
-            failure = _wait(processes, progress)
+            first = wait_for_all(processes, progress, grace_s=_OTHERS_MAY_GO_ON_S)
         except KeyboardInterrupt:
             _stop(processes)
             raise
         cores = [node.cores for node in cluster.nodes]
-    if failure is not None:
-        raise CellFailed(_reason(log, failure))
+    if first is not None:
+        raise CellFailed(_reason(log, how_it_ended(first)))
     try:
         status = read_run(run_directory).facts["status"]
         if status != "finished":
@@ -98,28 +95,6 @@ def run_cell(cell: Cell, run_directory: Path, log: Path, show: Callable[[str], N
         "cores": cores,
         "seconds": round(time.monotonic() - started, 1),
     }
-
-
-def _wait(processes: Sequence[NodeProcess], progress: Callable[[], None]) -> str | None:
-    """Waits for all; returns how the first that failed ended. Then the others have a little time, and are ended."""
-    waiting = list(processes)
-    failure: str | None = None
-    signals = iter((signal.SIGTERM, signal.SIGKILL))
-    end_at = float("inf")
-    while waiting:
-        progress()
-        for process in select.select(waiting, [], [], _POLL_S)[0]:
-            waiting.remove(process)
-            code = process.wait()
-            if code and failure is None:
-                failure = f"{process.node.name} ended with " + (f"exit code {code}" if code > 0 else f"signal {-code}")
-                end_at = time.monotonic() + _OTHERS_MAY_GO_ON_S
-        if time.monotonic() > end_at:
-            number = next(signals, signal.SIGKILL)
-            for process in waiting:
-                process.signal(number)
-            end_at = time.monotonic() + _OTHERS_MAY_GO_ON_S
-    return failure
 
 
 def _stop(processes: Sequence[NodeProcess]) -> None:

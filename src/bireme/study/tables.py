@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bireme.nodes import UNSHAPED
+from bireme.environment import UNSHAPED
 from bireme.report.colours import STATE_COLOURS
 from bireme.report.terminal import ms, percent, safe, scaled
 from bireme.text import count
