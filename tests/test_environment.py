@@ -312,6 +312,14 @@ def test_what_is_no_nodelist(text: str) -> None:
         expand_nodelist(text)
 
 
+def test_no_list_is_endless() -> None:
+    for text in ("a[1-99999999]", "a[1-999]b[1-999]"):
+        with pytest.raises(UserError, match="more than 100000 nodes"):
+            expand_nodelist(text)
+    with pytest.raises(UserError, match="more than 100000 nodes"):
+        expand_counts("1(x99999999)")
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=5))
 def test_counts(groups: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)

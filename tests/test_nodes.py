@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -291,7 +291,8 @@ def test_misuse_is_said() -> None:
         with pytest.raises(UserError):
             EmulatedCluster(**arguments)
     with EmulatedCluster(nodes=1) as cluster:
-        for command in ([], "true"):
+        commands: tuple[Sequence[str], ...] = ([], "true")
+        for command in commands:
             with pytest.raises(UserError, match="a command is a list of words"):
                 cluster.node(0).start(command)
         with pytest.raises(RuntimeError, match="already"):

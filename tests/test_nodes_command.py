@@ -146,10 +146,8 @@ def test_a_reader_that_leaves_does_not_hold_the_commands_up() -> None:
 
 def test_what_cannot_be_printed_ends_the_commands() -> None:
     # Endless commands: the pipe that nobody reads ends them, as it would without `bireme nodes` in between.
-    command = " ".join([*BIREME, "nodes", "--", "yes"])
-    done = subprocess.run(
-        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=60
-    )
+    script = f"{' '.join(BIREME)} nodes -- yes | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (141, b"")
     with Path("/dev/full").open("w") as full:
         full_disk = subprocess.run([*BIREME, "nodes", "--", "yes"], stdout=full, stderr=subprocess.PIPE, timeout=60)
