@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 import pytest
+import torch
 
 from bireme.links import LinkTable
 from bireme.nodes import EmulatedCluster
@@ -94,6 +95,10 @@ def test_a_run_names_the_blocked_direction(cluster: EmulatedCluster, tmp_path: P
 TRAIN = ["-m", "bireme", "train", "--preset", "toy", "--steps", "100000", "--global-batch-size", "2"]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "register_pre_hook"),
+    reason="before PyTorch 2.14 a gloo group with a pending operation keeps a process from ending",
+)
 def test_a_run_whose_peer_is_gone_names_the_node(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """Power loss: no connection is closed, nobody says goodbye."""
     run = tmp_path / "run"

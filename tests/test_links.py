@@ -129,7 +129,7 @@ def test_a_file_that_is_no_table(content: bytes, said: str, tmp_path: Path) -> N
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         LinkTable.load(tmp_path / "links.json")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="is not a file"):
         LinkTable.load(tmp_path)
     with pytest.raises(UserError, match="cannot read"):
         LinkTable.load(Path("a\x00b"))
