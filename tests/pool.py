@@ -101,7 +101,7 @@ class RankPool:
                 rank = rank_of.pop(connection)
                 try:
                     answer = pickle.loads(connection.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     process = self._ranks[rank][0]
                     process.join(_STRAY_S)
                     answer = time.monotonic_ns(), RuntimeError(f"rank {rank} died with exit code {process.exitcode}")

@@ -1,5 +1,7 @@
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -399,3 +401,26 @@ def test_sends_need_no_agreement(ranks: Ranks) -> None:
     here = [_span(-1, 0, 500, "send"), _span(-1, 600, 700, "send"), _span(0, 800, 850)]
     there = [_span(0, 800, 820)]
     assert ranks(2, split, [here, there]) == [[(500, 500), (100, 100), (50, 20)], [(20, 20)]]
+
+
+def test_a_pending_callback_does_not_keep_the_observer_and_its_groups() -> None:
+    """It may be the last to hold them, on a thread of the group, which cannot end itself: the process would abort."""
+    callbacks: list[Any] = []
+
+    class Pending:
+        def get_future(self) -> Any:
+            return self
+
+        def add_done_callback(self, callback: Any) -> None:
+            callbacks.append(callback)
+
+    observer = CollectiveObserver({})
+    span = Span(0, 0, "all_reduce", 8, 1, None, EAGER, -1, 1)
+    observer._follow(Pending(), span, True)
+    alive = weakref.ref(observer)
+    observer.close()
+    del observer
+    gc.collect()
+    assert alive() is None
+    callbacks[0](None)
+    assert span.finish_ns is not None

@@ -184,12 +184,15 @@ class CollectiveObserver:
                 self._waited_for.pop(id(work), None)
             return
         key = id(work) if span.origin is not REDUCER else None
+        # Nothing below leads to the process group: were the last reference to it dropped there, on one of its own
+        # threads, it would wait for that thread to end ("Resource deadlock avoided", and the process aborts).
+        waited_for = self._waited_for
 
         def finished(_: Any) -> None:
             if span.finish_ns is None:
                 span.finish_ns = time.perf_counter_ns()
             if key is not None:
-                self._waited_for.pop(key, None)
+                waited_for.pop(key, None)
 
         future.add_done_callback(finished)
 
