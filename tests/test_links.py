@@ -1,5 +1,6 @@
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from bireme.errors import UserError
 from bireme.ledger import bus_bandwidth_factor
+from bireme.link_pairs import Pair
 from bireme.links import OPERATIONS, Group, LinkTable, checked_link_rate
 
 if TYPE_CHECKING:
@@ -94,7 +96,14 @@ def test_a_pair_is_held_against_the_links_own_rate() -> None:
     """It measured 373 Mbit/s."""
     assert make_table(link="400mbit").slow() == {}
     assert list(make_table(link="1gbit").slow()) == [("node0", "node1")]
-    assert make_table(link="unshaped").slow() == {}
+    # Without a link there is none to blame, however much the directions differ: the second is a tenth of the first.
+    uneven = replace(make_table(link="unshaped"), pairs=[_pair("node0", "node1", 0.1), _pair("node1", "node0", 1.0)])
+    assert uneven.slow() == {}
+    assert replace(uneven, facts={**uneven.facts, "link": None}).slow() != {}
+
+
+def _pair(source: str, target: str, median_s: float) -> Pair:
+    return Pair(source, target, 8 << 20, 3, median_s)
 
 
 # --- foreign and damaged files -----------------------------------------------------------------------------------

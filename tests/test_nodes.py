@@ -202,6 +202,10 @@ def test_links_have_their_rate_in_both_directions_and_change_while_things_run(cl
     # A busy machine can only make it slower than the link: the upper bounds are the test.
     assert 20e6 < rate_between(first, second, 6_000_000) < 215e6
     assert 20e6 < rate_between(second, first, 6_000_000) < 215e6
+    # The switch's end limits what the second receives, also where the sender has no limit.
+    first.set_link("unlimited")
+    assert 20e6 < rate_between(first, second, 6_000_000) < 215e6
+    first.set_link("200mbit")
     second.set_link("20mbit")
     try:
         assert second.link == "20mbit"
@@ -390,6 +394,18 @@ def test_ten_killed_parents_leave_nothing_behind() -> None:
         start_and_kill()
     after = set(psutil.net_if_addrs()), Path("/proc/self/mounts").read_text(), sorted(Path("/run").glob("netns/*"))
     assert after == before
+
+
+@needs_namespaces
+def test_a_killed_switch_takes_the_nodes_along() -> None:
+    marker = f"bireme-test-{os.getpid()}-{time.monotonic_ns()}"
+    with EmulatedCluster(nodes=2) as cluster:
+        process = cluster.node(1).start(["sh", "-c", "setsid sleep 300 & sleep 300"], env={"MARKER": marker})
+        assert eventually(lambda: len(processes_with(marker)) >= 2)
+        assert cluster._keeper is not None
+        cluster._keeper.kill()
+        assert eventually(lambda: not processes_with(marker))
+        assert process.wait(10) == -signal.SIGKILL
 
 
 @needs_namespaces

@@ -58,5 +58,5 @@ class Cluster:
 
     @property
     def first(self) -> Facts | None:
-        """Node 0's facts, or this node's own where node 0 is silent."""
+        """Node 0's facts; None where it is silent."""
         return self.facts.get(0)

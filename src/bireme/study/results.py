@@ -75,8 +75,9 @@ def link_bytes(collectives: Sequence[_Object], nodes: Sequence[_Object]) -> floa
     The ranks of a collective form a ring in which a node's ranks are neighbours. An all-reduce of N bytes over n ranks
     sends 2(n-1)/n N from each rank to the next; of the pairs of neighbours only the last rank of a node and the first
     of the next lie on two nodes, so every node's link carries 2(n-1)/n N out and as much in, however many ranks the
-    node has: N with two nodes of one rank, 2(2g-1)/(2g) N with two nodes of g. The factor is that of the bus bandwidth
-    for every operation. Collectives inside a node cross no link; those of several groups add up.
+    node has: N with two nodes of one rank, 2(2g-1)/(2g) N with two nodes of g. The factor is that of the bus bandwidth,
+    which holds for what a ring runs: all-reduce, all-gather, reduce-scatter (the trainer uses all-reduce alone).
+    Collectives inside a node cross no link; those of several groups add up.
     """
     most = 0.0
     for node in nodes:
