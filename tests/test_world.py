@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from bireme import world
 from bireme.advertise import Place
+from bireme.channel import Channel
 from bireme.errors import UserError
 from bireme.nodes import EmulatedCluster
-from bireme.world import join_timeout_s, topology
+from bireme.world import PeerLost, World, join_timeout_s, peer_lost_in_one_line, topology
 
 # --- topology ----------------------------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ def test_the_time_to_join() -> None:
 
 JOIN = """
 import torch, torch.distributed as dist
+from bireme.channel import Channel
 from bireme.errors import UserError
 from bireme.nodes import EmulatedCluster
 from bireme.world import join
@@ -168,3 +171,27 @@ def test_a_card_that_others_cannot_reach_is_said_on_every_machine(two_machines: 
     for said in (printed, also_printed):
         assert "said: node node0 (rank 0) cannot connect to node node1 (rank 1) at 127.0.0.1:" in said
         assert "interface lo, which only that node itself reaches" in said
+
+
+# --- a peer that is gone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gloo_says", "said"),
+    [
+        ("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 5000ms for recv operation", "no answer"),
+        ("Application timeout caused pair closure", "no answer"),
+        ("Connection closed by peer [10.0.0.2]:1234", "another rank has left"),
+        ("Read error [10.0.0.2]:1234: Connection reset by peer", "another rank has left"),
+    ],
+)
+def test_what_gloo_says_of_a_lost_peer_becomes_one_line(gloo_says: str, said: str) -> None:
+    world = World(1, 2, 0, torch.device("cpu"), Channel(), [{"rank": rank, "node": "here"} for rank in (0, 1)], [])
+    with pytest.raises(PeerLost, match=f"rank 1 on here stopped: {said}"), peer_lost_in_one_line(world):
+        raise RuntimeError(gloo_says)
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    world = World(1, 2, 0, torch.device("cpu"), Channel(), [], [])
+    with pytest.raises(RuntimeError, match="shape"), peer_lost_in_one_line(world):
+        raise RuntimeError("the shape is wrong")

@@ -94,7 +94,9 @@ class World:
 
 # How gloo says that the other end of a connection is gone.
 _LOST_PEER = re.compile("closed by peer|reset by peer|broken pipe", re.IGNORECASE)
-_SILENT_PEER = re.compile("no answer from the other ranks|timed out", re.IGNORECASE)
+# gloo has two words for its timeout: "Timed out waiting ..." for what was waited for, and "Application timeout caused
+# pair closure" for what was queued behind it, whichever of the two threads reports first.
+_SILENT_PEER = re.compile("no answer from the other ranks|timed out|timeout caused", re.IGNORECASE)
 
 
 class PeerLost(UserError):
