@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bireme.config import TrainConfig
 from bireme.console import StepPrinter
 from bireme.data import Corpus, open_tokens, prepare, rank_share
-from bireme.layout import Overlapped
+from bireme.replicas import Overlapped
 from bireme.model import GPT, preset
 from bireme.observe.monitor import Monitor
 from bireme.record import STEPS_FILE

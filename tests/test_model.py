@@ -294,9 +294,9 @@ def test_compile_blocks_compiles_each_block_in_place(monkeypatch: pytest.MonkeyP
     model = GPT(TINY_GPT2)
     names = list(model.state_dict())
     compiled: list[Any] = []
-    monkeypatch.setattr(type(model.layers[0]), "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(type(model.layers["0"]), "compile", lambda self: compiled.append(self))
     compile_blocks(model)
-    assert compiled == list(model.layers)
+    assert compiled == list(model.layers.values())
     assert list(model.state_dict()) == names
 
 

@@ -23,6 +23,7 @@ ACTIVATIONS = ("gelu", "swiglu")
 ACTIVATION_CHECKPOINTING = ("none", "full")
 
 INITIAL_STD = 0.02  # GPT-2
+EMBEDDING, HEAD = "token_embedding.weight", "output.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,8 +209,11 @@ def initial_parameter(name: str, shape: torch.Size, config: ModelConfig, seed: i
 
     It depends on the seed and the name only, so every layout of the same model starts from the same weights. Norms
     are 1, biases 0, the rest is normal with standard deviation 0.02, divided by sqrt(2 num_layers) for the two
-    matrices of a block that write to the residual stream (GPT-2).
+    matrices of a block that write to the residual stream (GPT-2). A tied head has the embedding's values, also where
+    the two are on different ranks.
     """
+    if config.tied_embedding and name == HEAD:
+        name = EMBEDDING
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "norm" in name.split(".")[-2]:
@@ -337,76 +341,99 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """The transformer. With `activation_checkpointing="full"`, backward recomputes each block from its input.
+    """The transformer, or the part of it that has the given `layers`: the first layer's part has the embeddings, the
+    last layer's the head; parameters keep the names that they have in the whole model. With
+    `activation_checkpointing="full"`, backward recomputes each block from its input.
 
     Starts from the weights of seed 0. One built on the meta device has none: `to_empty`, then `reset_parameters`.
     Its buffers are constants, so DDP need not broadcast them (`broadcast_buffers=False`).
     """
 
-    def __init__(self, config: ModelConfig, activation_checkpointing: str = "none"):
+    def __init__(self, config: ModelConfig, activation_checkpointing: str = "none", layers: range | None = None):
         super().__init__()
         _check_choice("activation_checkpointing", activation_checkpointing, ACTIVATION_CHECKPOINTING)
+        layers = range(config.num_layers) if layers is None else layers
         self.config = config
         self.activation_checkpointing = activation_checkpointing
+        self.first, self.last = layers.start == 0, layers.stop == config.num_layers
         # nn.Linear and nn.Embedding would fill their weights first, from the global generator: built empty instead.
         device = torch.get_default_device()
         with torch.device("meta"):
-            self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
+            self.token_embedding = nn.Embedding(config.vocab_size, config.embedding_dim) if self.first else None
             self.position_embedding = (
-                nn.Embedding(config.sequence_length, config.embedding_dim) if config.position == "learned" else None
+                nn.Embedding(config.sequence_length, config.embedding_dim)
+                if self.first and config.position == "learned"
+                else None
             )
-            self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-            self.norm = _make_norm(config)
-            self.output = nn.Linear(config.embedding_dim, config.vocab_size, bias=False)
-        if config.tied_embedding:
-            self.output.weight = self.token_embedding.weight
+            self.layers = nn.ModuleDict({str(index): Layer(config) for index in layers})
+            self.norm = _make_norm(config) if self.last else None
+            self.output = nn.Linear(config.embedding_dim, config.vocab_size, bias=False) if self.last else None
+        self.tie()
         if device.type != "meta":
             self.to_empty(device=device)
             self.reset_parameters(seed=0)
+
+    def tie(self) -> None:
+        """Makes a tied head the embedding's parameter, where this part has both; `to_empty` unties them."""
+        if self.config.tied_embedding and self.token_embedding is not None and self.output is not None:
+            self.output.weight = self.token_embedding.weight
 
     def reset_buffers(self) -> None:
         """Recomputes the rotary tables (fp32) and ties the head again.
 
         `to_empty` loses both, and a cast of the whole model rounds the tables.
         """
-        if self.config.tied_embedding:
-            self.output.weight = self.token_embedding.weight
+        self.tie()
         if self.config.position == "rotary":
-            device = self.token_embedding.weight.device
+            device = next(self.parameters()).device
             cosines, sines = (table.to(device) for table in rotary_tables(self.config))
             for module in self.modules():
                 if isinstance(module, Attention):
                     module.cosines, module.sines = cosines, sines
 
-    @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Sets every parameter to its initial value for this seed (see `initial_parameter`), and the buffers."""
         self.reset_buffers()
-        for name, parameter in self.named_parameters():
-            parameter.copy_(initial_parameter(name, parameter.shape, self.config, seed))
+        initialise(self, "", self.config, seed)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """The logits (batch, length, vocab_size), or with `targets` the mean cross-entropy in nats (fp32 scalar).
 
-        `tokens` and `targets` are int64, (batch, length). Raises ValueError when length exceeds sequence_length.
+        `x`: tokens, int64 (batch, length), or in a part without the first layer what the part before it returned; a
+        part without the last layer returns (batch, length, embedding_dim). `targets` are int64, (batch, length).
+        Raises ValueError when length exceeds sequence_length.
         """
-        length = tokens.shape[1]
+        length = x.shape[1]
         if length > self.config.sequence_length:
             raise ValueError(f"{length} tokens do not fit the model's sequence_length {self.config.sequence_length}")
-        x = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(length, device=tokens.device))
+        if self.token_embedding is not None:
+            positions = torch.arange(length, device=x.device)
+            x = self.token_embedding(x)
+            if self.position_embedding is not None:
+                x = x + self.position_embedding(positions)
         recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
-        for layer in self.layers:
+        for layer in self.layers.values():
             # No random number is drawn in a layer: there is no generator state to restore.
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False) if recompute else layer(x)
+        if self.norm is None or self.output is None:
+            return x
         logits: Tensor = self.output(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else token_loss(logits, targets)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy in nats (fp32 scalar) of logits (batch, length, vocab_size) for targets (batch, length)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, prefix: str, config: ModelConfig, seed: int) -> None:
+    """Sets the parameters of `module`, whose names in the whole model begin with `prefix`, to their initial values."""
+    for name, parameter in module.named_parameters(prefix.removesuffix(".")):
+        parameter.copy_(initial_parameter(name, parameter.shape, config, seed))
 
 
 def compile_blocks(model: GPT) -> None:
     """Compiles each block in place; equal blocks share one compilation, so it costs the same for any depth."""
-    for layer in model.layers:
+    for layer in model.layers.values():
         layer.compile()

@@ -28,7 +28,7 @@ from bireme.environment import UNSHAPED, Launch
 from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
 from bireme.inject import Injector, Straggler
-from bireme.layout import Replicas, replicate
+from bireme.replicas import Replicas, replicate
 from bireme.model import GPT, compile_blocks, num_parameters, preset
 from bireme.nodes import parse_rate
 from bireme.observe.monitor import Monitor, Step
@@ -87,7 +87,7 @@ class Trainer:
     def replicate(self) -> None:
         """Makes the model one of its replicas, and its optimizer: every rank at once."""
         config, model = self.config, self.module
-        self.injector.plant_in_backward(model.layers[len(model.layers) // 2])
+        self.injector.plant_in_backward(list(model.layers.values())[len(model.layers) // 2])
         if config.compile:
             # Blocks are compiled one by one: there is nothing for dynamo's own DDP splitting to do, and it refuses
             # buckets below a megabyte.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bireme.channel import Channel
 from bireme.errors import UserError
-from bireme.layout import Overlapped, replicate
+from bireme.replicas import Overlapped, replicate
 from bireme.ledger import PHASES, STATES
 from bireme.observe.collectives import hooks_missing
 from bireme.observe.monitor import Monitor

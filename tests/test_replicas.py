@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.layout import Flat, Overlapped, replicate
+from bireme.replicas import Flat, Overlapped, replicate
 from bireme.model import GPT, preset
 from bireme.observe.collectives import CollectiveObserver, hooks_missing
 
