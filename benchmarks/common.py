@@ -109,7 +109,7 @@ def train_config(world: World, steps: int) -> TrainConfig:
 def _step_cpu_ms(config: TrainConfig, world: World) -> float:
     trainer = Trainer(config, world)
     trainer.load()
-    trainer.replicate()
+    trainer.parallelise()
     costs = []
     for number in range(1, 7):
         start_ns = time.process_time_ns()

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bireme.config import TrainConfig
 from bireme.console import StepPrinter
 from bireme.data import Corpus, open_tokens, prepare, rank_share
-from bireme.replicas import Overlapped
 from bireme.model import GPT, preset
 from bireme.observe.monitor import Monitor
 from bireme.record import STEPS_FILE
+from bireme.replicas import Overlapped
 from bireme.shutdown import StopRequest
 from bireme.train import Trainer, describe, loop
 from bireme.world import World
@@ -129,13 +129,14 @@ def measure(world: World, pairs: int, scratch: Path) -> int:
     config = replace(common.train_config(world, STEPS), skip_steps=0)
     trainer = Trainer(config, world)
     trainer.load()
-    trainer.replicate()
-    assert isinstance(trainer.replicas, Overlapped)
-    bare = Bare(config, world.rank, world.size, trainer.replicas.bucket_mb)
+    trainer.parallelise()
+    replicas = trainer.parallel.replicas
+    assert isinstance(replicas, Overlapped)
+    bare = Bare(config, world.rank, world.size, replicas.bucket_mb)
     tokens = config.global_batch_size // world.size * trainer.length
     facts = describe(trainer, {"flops_per_s": None, "per_rank_flops_per_s": [], "source": "n/a"})
 
-    yardsticks = {"bireme": common.Yardstick(trainer.module), "bare": common.Yardstick(bare.model.module)}
+    yardsticks = {"bireme": common.Yardstick(trainer.parallel.parts[0]), "bare": common.Yardstick(bare.model.module)}
     costs: dict[str, list[tuple[int, int, int]]] = {"bireme": [], "bare": []}  # CPU, wall, CPU in forward
     directories: list[Path] = []
     bare_losses: list[float] = []
@@ -157,7 +158,7 @@ def measure(world: World, pairs: int, scratch: Path) -> int:
                 if turn >= 0:
                     costs[arm].append((*cost, yardsticks[arm].take()))
 
-    weights = zip(trainer.module.parameters(), bare.model.parameters(), strict=True)
+    weights = zip(trainer.parallel.parts[0].parameters(), bare.model.parameters(), strict=True)
     same_weights = all(world.channel.all_gather(all(torch.equal(a, b) for a, b in weights)))
     gathered = world.channel.all_gather(costs)
     gathered_losses = world.channel.all_gather(bare_losses)

@@ -89,7 +89,7 @@ class PausingMonitor:
 def training(trainer: Trainer, pairs: int, scratch: Path) -> Arms:
     """Steps of about 200 ms. CPU time of the whole process, with all that the background thread does for them."""
     arms = Arms(trainer.world, scratch, "training")
-    yardstick = common.Yardstick(trainer.module)
+    yardstick = common.Yardstick(trainer.parallel.parts[0])
     pausing = PausingMonitor(trainer.world, arms.scratch)
     for arm in arms.turns(pairs):
         planted_ns = PLANTED_NS if arm == "planted" else 0
@@ -161,7 +161,7 @@ def planted(what: str, unit: str, unit_ns: float, on_off_ns: list[float], plante
 def measure(world: World, pairs: int, scratch: Path) -> int:
     trainer = Trainer(common.train_config(world, steps=1000), world)
     trainer.load()
-    trainer.replicate()
+    trainer.parallelise()
     for number in range(1, 4):
         trainer.train_step(number, common.UNOBSERVED, common.UNOBSERVED)
     training_arms = training(trainer, pairs, scratch)

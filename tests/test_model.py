@@ -208,8 +208,10 @@ def test_built_on_meta_then_reset_equals_built_directly(config: ModelConfig) -> 
 def test_tied_head_shares_storage() -> None:
     model = GPT(TINY_GPT2)
     model.reset_parameters(3)
+    assert model.output is not None and model.token_embedding is not None
     assert model.output.weight is model.token_embedding.weight
     untied = GPT(TINY_LLAMA)
+    assert untied.output is not None and untied.token_embedding is not None
     assert untied.output.weight.data_ptr() != untied.token_embedding.weight.data_ptr()
 
 

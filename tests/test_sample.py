@@ -28,7 +28,7 @@ def model_of(config: ModelConfig, seed: int = 4) -> GPT:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    save_weights(model_of(GPT2), tmp_path / "model.safetensors", GPT2)
+    save_weights(dict(model_of(GPT2).named_parameters()), tmp_path / "model.safetensors", GPT2)
     return tmp_path
 
 
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 @BOTH
 def test_round_trip_gives_the_same_logits(config: ModelConfig, tmp_path: Path) -> None:
     model = model_of(config)
-    save_weights(model, tmp_path / "model.safetensors", config)
+    save_weights(dict(model.named_parameters()), tmp_path / "model.safetensors", config)
     loaded = load_weights(tmp_path / "model.safetensors")
     assert loaded.config == config
     tokens = torch.arange(16).view(2, 8)
@@ -49,6 +49,7 @@ def test_tied_weights_are_stored_once(run: Path) -> None:
     names = set(load_file(run / "model.safetensors"))
     assert "token_embedding.weight" in names and "output.weight" not in names
     loaded = load_weights(run / "model.safetensors")
+    assert loaded.output is not None and loaded.token_embedding is not None
     assert loaded.output.weight is loaded.token_embedding.weight
 
 
@@ -68,7 +69,7 @@ def test_a_failed_save_leaves_the_old_weights_and_nothing_else(run: Path, monkey
 
     monkeypatch.setattr(bireme.sample, "save_file", fail)
     with pytest.raises(OSError, match="No space"):
-        save_weights(model_of(GPT2, seed=5), run / "model.safetensors", GPT2)
+        save_weights(dict(model_of(GPT2, seed=5).named_parameters()), run / "model.safetensors", GPT2)
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
     assert (run / "model.safetensors").read_bytes() == old
 
@@ -79,7 +80,7 @@ def test_others_may_read_the_weights_where_they_may_read_any_file(run: Path) -> 
 
 
 def test_saving_replaces(run: Path) -> None:
-    save_weights(model_of(LLAMA), run / "model.safetensors", LLAMA)
+    save_weights(dict(model_of(LLAMA).named_parameters()), run / "model.safetensors", LLAMA)
     assert load_weights(run / "model.safetensors").config == LLAMA
     assert [path.name for path in run.iterdir()] == ["model.safetensors"]
 
@@ -135,9 +136,15 @@ def test_metadata_that_is_missing_or_wrong(run: Path, metadata: dict[str, str] |
 
 
 def test_weights_of_another_shape(run: Path) -> None:
-    save_weights(model_of(GPT2), run / "model.safetensors", preset("toy", **{**TINY, "num_layers": 3}))
+    save_weights(
+        dict(model_of(GPT2).named_parameters()), run / "model.safetensors", preset("toy", **{**TINY, "num_layers": 3})
+    )
     assert "holds other weights than its 'config' describes: " in line_of(run)
-    save_weights(model_of(GPT2), run / "model.safetensors", preset("toy", **{**TINY, "feed_forward_dim": 64}))
+    save_weights(
+        dict(model_of(GPT2).named_parameters()),
+        run / "model.safetensors",
+        preset("toy", **{**TINY, "feed_forward_dim": 64}),
+    )
     assert "holds other weights than its 'config' describes: " in line_of(run)
 
 
@@ -169,6 +176,7 @@ def test_a_prompt_longer_than_the_context() -> None:
 
 def test_draws_follow_the_softmax_and_stay_within_top_k() -> None:
     model = model_of(preset("toy", **TINY, vocab_size=6))
+    assert model.token_embedding is not None
     with torch.no_grad():
         model.token_embedding.weight.mul_(20)
     prompt = torch.tensor([2])
@@ -195,7 +203,7 @@ def test_prompts_beyond_ascii(run: Path) -> None:
 
 def test_tokens_that_are_no_bytes_are_shown_as_unknown(tmp_path: Path) -> None:
     config = preset("toy", **TINY, vocab_size=5000)
-    save_weights(model_of(config), tmp_path / "model.safetensors", config)
+    save_weights(dict(model_of(config).named_parameters()), tmp_path / "model.safetensors", config)
     assert "�" in sample_run(tmp_path, "a", 20, 1.0, None, seed=0)
 
 
@@ -215,5 +223,5 @@ def test_arguments_out_of_range(run: Path, arguments: dict[str, Any], line: str)
 
 def test_prompt_outside_the_vocabulary(tmp_path: Path) -> None:
     config = preset("toy", **TINY, vocab_size=100)
-    save_weights(model_of(config), tmp_path / "model.safetensors", config)
+    save_weights(dict(model_of(config).named_parameters()), tmp_path / "model.safetensors", config)
     assert line_of(tmp_path, "xy") == "the prompt has a byte 121: the model knows 100 tokens"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bireme.errors import UserError, nearest
+from bireme.layout import check_layout_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +27,17 @@ class TrainConfig:
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's shape that differ from the preset: a [model] table, or --model.num-layers 6."""
 
-    layout: Literal["ddp"] = "ddp"
-    """How the model is spread over the ranks: ddp, every rank holds all of it."""
+    layout: str = "ddp"
+    """How the model is spread over the ranks: ddp, fsdp, hsdp, tp, pp, or sizes as in pp=2,replicate=2,shard=2,tp=2."""
+
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of a pipeline's forward and backward passes; the interleaved one has several stages on each rank."""
+
+    pipeline_stages_per_rank: int | None = None
+    """Stages on each rank of a pipeline; default: 1, or 2 with the interleaved schedule."""
+
+    reshard_after_forward: bool = True
+    """With a sharded model, drop a block's gathered weights after its forward pass; backward gathers them again."""
 
     overlap: bool = True
     """Reduce gradients in buckets during the backward pass (DDP); otherwise in one flat all-reduce after it."""
@@ -103,7 +113,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         positive = ("steps", "global_batch_size", "lr", "exchange_every")
-        for name in (*positive, "micro_batch_size", "sequence_length", "threads", "bucket_mb"):
+        optional = ("micro_batch_size", "sequence_length", "threads", "bucket_mb", "pipeline_stages_per_rank")
+        for name in (*positive, *optional):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} is {value}: it must be positive")
@@ -119,6 +130,7 @@ class TrainConfig:
         for name in ("run", "data"):
             if not str(getattr(self, name)).isprintable():
                 raise UserError(f"{name} is {getattr(self, name)!r}: write it with printable characters only")
+        check_layout_text(self.layout)
         limits = {"global_batch_size": 10_000_000, "threads": 1024, "bucket_mb": 1e6, "peak_seconds": 600.0}
         for each in fields(self):
             value, most = getattr(self, each.name), limits.get(each.name, 2**31 - 1)
@@ -129,17 +141,22 @@ class TrainConfig:
                 "evaluation_samples is 0 but evaluate_every is not: set evaluate_every to 0 to evaluate never"
             )
 
-    def batch_shape(self, data_parallel_size: int) -> tuple[int, int]:
-        """(micro-batch size, micro-batches per step) of each rank; UserError with what would fit."""
+    def batch_shape(self, data_parallel_size: int, pipeline_size: int = 1) -> tuple[int, int]:
+        """(micro-batch size, micro-batches per step) of each rank; UserError with what would fit.
+
+        Without `micro_batch_size` a pipeline takes at least twice as many micro-batches as it has ranks, where the
+        batch is large enough: with m micro-batches over p ranks, (p - 1) / (m + p - 1) of the time is its bubble.
+        """
         share, rest = divmod(self.global_batch_size, data_parallel_size)
         if rest:
             below = share * data_parallel_size
             fitting = [str(size) for size in (below, below + data_parallel_size) if size]
             raise UserError(
-                f"global_batch_size {self.global_batch_size} does not divide over {data_parallel_size} ranks: "
+                f"global_batch_size {self.global_batch_size} does not divide over {data_parallel_size} "
+                f"{'data-parallel ' if pipeline_size > 1 else ''}ranks: "
                 f"{' or '.join(fitting)} would"
             )
-        micro = self.micro_batch_size or share
+        micro = self.micro_batch_size or share // _pipeline_micro_batches(share, pipeline_size)
         if share % micro:
             fitting = [str(size) for size in range(1, share + 1) if share % size == 0]
             raise UserError(
@@ -158,6 +175,14 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _pipeline_micro_batches(share: int, pipeline_size: int) -> int:
+    if pipeline_size == 1:
+        return 1
+    divisors = [number for number in range(1, share + 1) if share % number == 0]
+    whole = [number for number in divisors if number % pipeline_size == 0]  # which every schedule can order
+    return next((number for number in whole if number >= 2 * pipeline_size), (whole or divisors)[-1])
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:

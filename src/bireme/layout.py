@@ -269,6 +269,14 @@ def check_model(layout: Layout, model: Shape, length: int) -> None:
             )
 
 
+def check_device(layout: Layout, device: str, compiled: bool) -> None:
+    """UserError for what a device, or torch.compile, cannot run."""
+    if compiled and (layout.tp > 1 or layout.pp > 1):
+        raise UserError(
+            f"compile is for ddp, fsdp and hsdp: layout {layout} moves tensors inside the blocks; set compile to false"
+        )
+
+
 def _common_divisors(sizes: Any, limit: int) -> list[int]:
     fitting_ranks = [each for each in range(1, limit) if all(size % each == 0 for size in sizes)]
     return fitting_ranks[-2:]

@@ -1,5 +1,6 @@
 """The device mesh of a layout: this rank's place in it and the process group of each dimension."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class Mesh:
     groups: dict[str, Any]
     model: Any = None
     tied: Any = None
+    ties: bool = False  # whether there are such ranks at all
 
     @property
     def data_parallel_rank(self) -> int:
@@ -58,7 +60,8 @@ def make_mesh(layout: Layout, order: list[int], rank: int, device_type: str, tie
         mesh.model = mesh.groups[split[0]]
     elif split:
         mesh.model = _one_of(mesh, layout.groups("pp", "shard", "tp"), MODEL)
-    if tied and layout.pp > 1:
+    mesh.ties = tied and layout.pp > 1
+    if mesh.ties:
         ends = [[group[0], group[-1]] for group in layout.groups("pp")]
         mine = _one_of(mesh, ends, TIED)
         mesh.tied = mine if where["pp"] in (0, layout.pp - 1) else None
@@ -78,7 +81,7 @@ def _one_of(mesh: Mesh, groups: list[list[int]], name: str) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(whole: Tensor, parameter: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ def local_part(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     names = parameter.device_mesh.mesh_dim_names or ()
-    coordinates = parameter.device_mesh.get_coordinate() or []
+    coordinates: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
     for name in reversed(DIMENSIONS):
         if name in names:
             index = names.index(name)

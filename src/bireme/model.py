@@ -422,7 +422,7 @@ class GPT(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy in nats (fp32 scalar) of logits (batch, length, vocab_size) for targets (batch, length)."""
+    """The mean cross-entropy in nats (fp32 scalar); logits (batch, length, vocab_size), targets (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

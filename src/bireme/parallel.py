@@ -25,8 +25,8 @@ from torch.nn.utils import get_total_norm
 from bireme.layout import Layout, Pipeline, stage_layers
 from bireme.mesh import Mesh, local, make_mesh, replicated
 from bireme.model import GPT, HEAD, ModelConfig, compile_blocks, initialise
-from bireme.pipeline import PhaseOf, PipelineRunner
-from bireme.replicas import Flat, Overlapped, Replicas
+from bireme.pipeline import PipelineRunner
+from bireme.replicas import Overlapped, Replicas, replicate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class Parallel:
         self.parts = parts
         self.pipeline: PipelineRunner | None = None
         self._wrapped = wrapped
-        self._replicas = replicas  # DDP, or its flat counterpart: only without any other kind of parallelism
+        self.replicas = replicas  # DDP, or its flat counterpart: only without any other kind of parallelism
         self._sharded = mesh.layout.dp_shard > 1
         self._named = {name: each for part in parts for name, each in part.named_parameters()}
 
     @property
     def model(self) -> nn.Module:
-        return self._replicas.model if self._replicas is not None else self._wrapped[0]
+        return self.replicas.model if self.replicas is not None else self._wrapped[0]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their names in the whole model, each once."""
@@ -83,7 +83,7 @@ class Parallel:
         """How gradients are averaged over replicas."""
         if self._sharded:
             return "sharded"
-        return "overlap" if isinstance(self._replicas, Overlapped) else "flat"
+        return "overlap" if isinstance(self.replicas, Overlapped) else "flat"
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around forward and backward: with tensor parallelism the loss stays divided over the vocabulary."""
@@ -91,8 +91,8 @@ class Parallel:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward *and* backward of each micro-batch: only the last one reduces."""
-        if self._replicas is not None:
-            return self._replicas.accumulating(last)
+        if self.replicas is not None:
+            return self.replicas.accumulating(last)
         for module in self._wrapped:
             if isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(last)
@@ -101,8 +101,8 @@ class Parallel:
 
     def reduce(self) -> None:
         """Makes the gradients, where no wrapper has done so, the same on all ranks that hold the same parameter."""
-        if self._replicas is not None:
-            self._replicas.reduce()
+        if self.replicas is not None:
+            self.replicas.reduce()
             return
         gradients = [each for each in self._named.values() if each.grad is not None]
         if not self._sharded:
@@ -114,13 +114,13 @@ class Parallel:
                 # Divided first, as DDP does.
                 _all_reduce_flat(parts, self.mesh.groups["replicate"], lambda flat: flat.div_(size))
         if self.mesh.tied is not None:
-            ends = [each for name, each in self._named.items() if name in _TIED and each.grad is not None]
+            ends = [each for name, each in self._named.items() if name in TIED_PARAMETERS and each.grad is not None]
             _all_reduce_flat([local(each.grad) for each in ends if each.grad is not None], self.mesh.tied)
 
     def zero(self) -> None:
         """Forgets the gradients."""
-        if self._replicas is not None:
-            self._replicas.zero()
+        if self.replicas is not None:
+            self.replicas.zero()
         else:
             for each in self._named.values():
                 each.grad = None
@@ -162,7 +162,7 @@ class Parallel:
                 if self.pipeline is not None:
                     return self.pipeline.evaluate(batches)
                 # Not through DDP: there is nothing to reduce.
-                model = self.parts[0] if self._replicas is not None else self._wrapped[0]
+                model = self.parts[0] if self.replicas is not None else self._wrapped[0]
                 return [model(inputs, targets) for inputs, targets in batches]
         finally:
             for part in self.parts:
@@ -194,7 +194,7 @@ class Parallel:
         return weights if rank == self.mesh.order[0] else {}
 
 
-_TIED = ("token_embedding.weight", HEAD)
+TIED_PARAMETERS = ("token_embedding.weight", HEAD)
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------
@@ -236,12 +236,19 @@ def _settle(parameters: list[nn.Parameter], group: Any) -> None:
 # --- wrapping ----------------------------------------------------------------------------------------------------
 
 
-def parallelise(plan: Plan, device: torch.device, tune: Callable[[GPT], None] = lambda part: None) -> Parallel:
+def parallelise(
+    plan: Plan,
+    device: torch.device,
+    tune: Callable[[GPT], None] = lambda part: None,
+    autocast: AbstractContextManager[Any] | None = None,
+    mesh: Mesh | None = None,
+) -> Parallel:
     """Builds, initialises and wraps this rank's part of the model; collective. `tune` may plant hooks in each part
-    before it is wrapped."""
+    before it is wrapped; `autocast` is around the forward pass of a pipeline's stages; `mesh`: of the same layout, to
+    be used again."""
     layout = plan.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = make_mesh(layout, list(plan.order), rank, device.type, plan.model.tied_embedding)
+    mesh = mesh or make_mesh(layout, list(plan.order), rank, device.type, plan.model.tied_embedding)
     only_replicas = layout.data_parallel_size == layout.dp_replicate == layout.size
     stages = layout.pp * plan.pipeline.stages_per_rank
     parts: list[GPT] = []
@@ -255,14 +262,25 @@ def parallelise(plan: Plan, device: torch.device, tune: Callable[[GPT], None] = 
         wrapped.append(part)
     replicas: Replicas | None = None
     if only_replicas:
-        replicas = Overlapped(parts[0], plan.bucket_mb) if plan.overlap else Flat(parts[0])
+        replicas = replicate(parts[0], plan.overlap, plan.bucket_mb)
     result = Parallel(plan, mesh, parts, wrapped, replicas)
     if layout.pp > 1:
         dtype = torch.bfloat16 if device.type == "cuda" and layout.dp_shard > 1 else torch.float32
         result.pipeline = PipelineRunner(
-            parts, wrapped, plan.model, mesh, plan.pipeline, plan.micro_batch_size, plan.length, dtype
+            parts, wrapped, plan.model, mesh, plan.pipeline, plan.micro_batch_size, plan.length, dtype, autocast
         )
     return result
+
+
+def parameter_names(plan: Plan, stage_rank: int) -> list[str]:
+    """The names of what a rank at this place of a pipeline holds, in the order of its `named_parameters`."""
+    stages = plan.layout.pp * plan.pipeline.stages_per_rank
+    layers = [
+        stage_layers(plan.model.num_layers, stages, index * plan.layout.pp + stage_rank)
+        for index in range(plan.pipeline.stages_per_rank)
+    ]
+    with torch.device("meta"):
+        return [name for each in layers for name, _ in GPT(plan.model, layers=each).named_parameters()]
 
 
 def _build(part: GPT, plan: Plan, mesh: Mesh, device: torch.device, tune: Callable[[GPT], None]) -> None:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: the stages that a rank has, and the schedule that runs them and accounts for their phases."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class _Stage(PipelineStage):
 
     phases: _Phases
     before_forward: Callable[[], None]
+    autocast: AbstractContextManager[Any]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self.phases.enter("forward")
@@ -61,7 +62,8 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.phases.enter("forward")
         self.before_forward()
-        return super().forward_one_chunk(*args, **kwargs)
+        with self.autocast:
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.phases.enter("backward")
@@ -84,6 +86,7 @@ class PipelineRunner:
         micro_batch_size: int,
         length: int,
         hidden_dtype: torch.dtype = torch.float32,
+        autocast: AbstractContextManager[Any] | None = None,
     ):
         self._parts = parts
         self._wrapped = wrapped
@@ -115,6 +118,7 @@ class PipelineRunner:
             )
             stage.phases = self._phases
             stage.before_forward = lambda: None
+            stage.autocast = autocast or nullcontext()
             self._stages.append(stage)
         schedule = _SCHEDULES[pipeline.schedule]
         several = pipeline.schedule == "interleaved"

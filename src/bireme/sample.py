@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from bireme.errors import UserError
 from bireme.model import GPT, ModelConfig
@@ -18,12 +19,12 @@ WEIGHTS_FILE = "model.safetensors"
 TOKENIZER = "bytes"
 
 
-def save_weights(model: nn.Module, path: Path, config: ModelConfig) -> None:
-    """Writes the parameters of `model` and its shape to `path`, or leaves `path` as it was; tied weights once.
+def save_weights(parameters: Mapping[str, Tensor], path: Path, config: ModelConfig) -> None:
+    """Writes a model's parameters (tied ones once) and its shape to `path`, or leaves `path` as it was.
 
     A safetensors file with the metadata "config" (the fields of ModelConfig as JSON) and "tokenizer" ("bytes").
     """
-    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     metadata = {"config": json.dumps(dataclasses.asdict(config)), "tokenizer": TOKENIZER}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors import SafetensorError
-from torch import nn
 
 import bireme
+from bireme.channel import set_group_timeout
 from bireme.config import TrainConfig
 from bireme.console import RankLog, StepPrinter
 from bireme.cores import usable_cores
@@ -27,11 +27,24 @@ from bireme.data import Corpus, open_tokens, prepare, rank_share, share
 from bireme.environment import UNSHAPED, Launch
 from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
+from bireme.guards import check_replicas, check_same, check_start
 from bireme.inject import Injector, Straggler
-from bireme.replicas import Replicas, replicate
-from bireme.model import GPT, compile_blocks, num_parameters, preset
+from bireme.layout import (
+    Pipeline,
+    arrange,
+    check_device,
+    check_model,
+    check_pipeline,
+    describe_groups,
+    parse_layout,
+    stages_per_rank,
+)
+from bireme.mesh import local
+from bireme.model import GPT, num_parameters, preset
 from bireme.nodes import parse_rate
+from bireme.observe.collectives import process_groups
 from bireme.observe.monitor import Monitor, Step
+from bireme.parallel import Plan, parallelise
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import StopRequest
 from bireme.world import World, join, peer_lost_in_one_line, positive_seconds
@@ -39,6 +52,9 @@ from bireme.world import World, join, peer_lost_in_one_line, positive_seconds
 log = logging.getLogger(__name__)
 
 _SILENT_S = 20.0  # with what it takes to find out who is silent, half a minute
+
+
+_OF_A_NODE = ("run", "data", "threads", "device")
 
 
 class Trainer:
@@ -50,7 +66,10 @@ class Trainer:
     def __init__(self, config: TrainConfig, world: World):
         self.config = config
         self.world = world
-        self.micro_batch_size, self.accumulation = config.batch_shape(world.size)
+        nodes = [node["ranks"] for node in world.nodes]
+        self.layout = layout = parse_layout(config.layout, nodes)
+        self.order = arrange(layout, nodes)
+        self.micro_batch_size, self.accumulation = config.batch_shape(layout.data_parallel_size, layout.pp)
         self.model_config = preset(config.preset, **config.model)
         self.length = config.sequence_length or self.model_config.sequence_length
         if self.length > self.model_config.sequence_length:
@@ -58,44 +77,69 @@ class Trainer:
                 f"sequence_length {self.length} is longer than the model's context of "
                 f"{self.model_config.sequence_length} tokens: shorten it, or set model.sequence_length"
             )
-        weights_gb = num_parameters(self.model_config) * 4 / 1e9
+        self.pipeline = Pipeline(
+            schedule=config.pipeline_schedule,
+            stages_per_rank=stages_per_rank(
+                layout, config.pipeline_schedule, config.pipeline_stages_per_rank, self.model_config.num_layers
+            ),
+            micro_batches=self.accumulation,
+        )
+        check_pipeline(layout, self.pipeline, self.micro_batch_size)
+        check_model(layout, self.model_config, self.length)
+        check_device(layout, world.device.type, config.compile)
+        holders = layout.dp_shard * layout.tp * layout.pp
+        weights_gb = num_parameters(self.model_config) * 4 / 1e9 / holders
         memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
         if world.device.type == "cpu" and weights_gb > memory_gb:
             raise UserError(
-                f"the model's weights need {weights_gb:.3g} GB, this machine has {memory_gb:.3g} GB: "
+                f"the model's weights need {weights_gb:.3g} GB on a rank, this machine has {memory_gb:.3g} GB: "
                 "choose a smaller preset or smaller model fields"
             )
         self.straggler = Straggler.from_environment(os.environ, world.size)
         self.injector = Injector(self.straggler, world.rank)
+        self.autocast: Any = nullcontext()
+        if world.device.type == "cuda":
+            self.autocast = torch.autocast("cuda", torch.bfloat16)
         # One rank a node reads the sources; the others find them prepared.
         if world.first_on_node:
             prepare(config.data)
 
     def load(self) -> None:
-        """The corpus and the model, on this rank alone: what is wrong here is wrong before any rank waits."""
-        config, world = self.config, self.world
-        self.tokens = open_tokens(prepare(config.data))
+        """The corpus, on this rank alone: what is wrong here is wrong before any rank waits."""
+        self.tokens = open_tokens(prepare(self.config.data))
         self.corpus = Corpus(self.tokens, self.length, self.model_config.vocab_size)
-        self.autocast: Any = nullcontext()
-        if world.device.type == "cuda":
-            self.autocast = torch.autocast("cuda", torch.bfloat16)
-        model = GPT(self.model_config, config.activation_checkpointing)
-        model.reset_parameters(config.seed)
-        model.to(world.device)
-        self.module = model
 
-    def replicate(self) -> None:
-        """Makes the model one of its replicas, and its optimizer: every rank at once."""
-        config, model = self.config, self.module
-        self.injector.plant_in_backward(list(model.layers.values())[len(model.layers) // 2])
-        if config.compile:
-            # Blocks are compiled one by one: there is nothing for dynamo's own DDP splitting to do, and it refuses
-            # buckets below a megabyte.
-            torch._dynamo.config.optimize_ddp = False
-            compile_blocks(model)
-        self.replicas: Replicas = replicate(model, config.overlap, config.bucket_mb)
-        matrices = [each for each in model.parameters() if each.dim() >= 2]
-        others = [each for each in model.parameters() if each.dim() < 2]
+    @property
+    def plan(self) -> Plan:
+        """How the model is to be built and wrapped."""
+        config = self.config
+        return Plan(
+            layout=self.layout,
+            order=self.order,
+            model=self.model_config,
+            seed=config.seed,
+            length=self.length,
+            micro_batch_size=self.micro_batch_size,
+            pipeline=self.pipeline,
+            activation_checkpointing=config.activation_checkpointing,
+            overlap=config.overlap,
+            bucket_mb=config.bucket_mb,
+            reshard_after_forward=config.reshard_after_forward,
+            compile=config.compile,
+        )
+
+    def parallelise(self) -> None:
+        """Makes this rank's part of the model, and its optimizer: every rank at once."""
+        config = self.config
+
+        def plant(part: GPT) -> None:
+            layers = list(part.layers.values())
+            self.injector.plant_in_backward(layers[len(layers) // 2])
+
+        self.parallel = parallelise(self.plan, self.world.device, plant, self.autocast)
+        parameters = [each for _, each in self.parallel.named_parameters()]
+        matrices = [each for each in parameters if each.dim() >= 2]
+        others = [each for each in parameters if each.dim() < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.lr,
@@ -107,7 +151,8 @@ class Trainer:
         """This rank's (inputs, targets) of a step, each (micro batch, length): its share of the global batch."""
         batch_size = self.config.global_batch_size
         samples = self.corpus.train_samples((step - 1) * batch_size, batch_size, self.config.seed)
-        mine = samples[rank_share(batch_size, self.world.rank, self.world.size)]
+        rank, ranks = self.parallel.mesh.data_parallel_rank, self.layout.data_parallel_size
+        mine = samples[rank_share(batch_size, rank, ranks)]
         return [self._tensors(each) for each in np.split(mine, self.accumulation)]
 
     def _tensors(self, samples: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,50 +165,62 @@ class Trainer:
         with monitor.phase("input"):
             micro_batches = self.micro_batches(number)
             self.injector.sleep("input")
-        losses = []
-        for index, (inputs, targets) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            with self.replicas.accumulating(last):
-                with monitor.phase("forward"):
-                    self.injector.sleep("forward")
-                    with self.autocast:
-                        loss = self.replicas.model(inputs, targets)
-                with monitor.phase("backward"):
-                    (loss / self.accumulation if self.accumulation > 1 else loss).backward()
-                    if last:
-                        self.replicas.reduce()
-            losses.append(loss.detach())
+        with self.parallel.computing():
+            losses = self._gradients(micro_batches, monitor)
         with monitor.phase("optimizer"):
             self.injector.sleep("optimizer")
             if self.config.gradient_clip_norm:
-                norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.gradient_clip_norm)
-                step.record(gradient_norm=norm)
+                step.record(gradient_norm=self.parallel.clip(self.config.gradient_clip_norm))
             learning_rate = self.config.learning_rate(number)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-            self.replicas.zero()
-        tokens = self.micro_batch_size * self.accumulation * self.length
-        step.loss(losses[0] if len(losses) == 1 else torch.stack(losses).mean(), tokens)
+            self.parallel.zero()
+        if losses:  # only where the last stage of a pipeline is; the record has it from there
+            tokens = self.micro_batch_size * self.accumulation * self.length
+            step.loss(losses[0] if len(losses) == 1 else torch.stack(losses).mean(), tokens)
         step.record(learning_rate=learning_rate)
         if self.straggler is not None:
             step.record(injected_ms=self.straggler.delay_ms(number))
+
+    def _gradients(self, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], monitor: Monitor) -> list[Any]:
+        """Forward and backward of all micro-batches; leaves mean gradients, returns the losses that this rank has."""
+        if self.parallel.pipeline is not None:
+            losses = self.parallel.pipeline.step(micro_batches, monitor.phase, lambda: self.injector.sleep("forward"))
+            with monitor.phase("backward"):
+                self.parallel.reduce()
+            return losses
+        losses = []
+        for index, (inputs, targets) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self.parallel.accumulating(last):
+                with monitor.phase("forward"):
+                    self.injector.sleep("forward")
+                    with self.autocast:
+                        loss = self.parallel.model(inputs, targets)
+                with monitor.phase("backward"):
+                    (loss / self.accumulation if self.accumulation > 1 else loss).backward()
+                    if last:
+                        self.parallel.reduce()
+            losses.append(local(loss.detach()))
+        return losses
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the held-out samples, each counted once however many ranks there are."""
         samples = self.corpus.evaluation_samples(self.config.evaluation_samples)
-        mine = samples[share(len(samples), self.world.rank, self.world.size)]
+        rank, ranks = self.parallel.mesh.data_parallel_rank, self.layout.data_parallel_size
+        mine = samples[share(len(samples), rank, ranks)]
+        # Where the model is sharded all ranks must compute equally often: who has no sample left repeats the first.
+        most = max(len(range(*share(len(samples), each, ranks).indices(len(samples)))) for each in range(ranks))
+        ids = [mine[start : start + self.micro_batch_size] for start in range(0, most, self.micro_batch_size)]
+        batches = [self._tensors(each if len(each) else samples[:1]) for each in ids]
+        with self.autocast:
+            losses = self.parallel.evaluate(batches)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        self.module.eval()
-        for start in range(0, len(mine), self.micro_batch_size):
-            inputs, targets = self._tensors(mine[start : start + self.micro_batch_size])
-            with self.autocast:
-                loss = self.module(inputs, targets)
-            totals += torch.stack(
-                [loss.double() * targets.numel(), torch.tensor(float(targets.numel())).to(loss.device)]
-            )
-        self.module.train()
+        for loss, each in zip(losses, ids, strict=False):
+            tokens = float(len(each) * self.length) if self.parallel.mesh.where["tp"] == 0 else 0.0
+            totals += torch.stack([local(loss).double() * tokens, torch.tensor(tokens).double().to(totals.device)])
         dist.all_reduce(totals)
         return float(totals[0] / totals[1])
 
@@ -202,6 +259,8 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
     with ExitStack() as stack:
         if rank_log is None:
             rank_log = stack.enter_context(RankLog(world.rank, console))
+        # Paths and threads may differ from node to node; whether the data are the same is seen below.
+        check_same(world, {name: each for name, each in config.as_dict().items() if name not in _OF_A_NODE})
         _set_threads(config, world)
         with world.together():
             trainer = Trainer(config, world)
@@ -209,9 +268,10 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
             trainer.load()
         if len(set(world.channel.all_gather(trainer.tokens.fingerprint))) > 1:
             raise SharedError(f"the ranks read different data: {config.data} is not the same on every node")
-        trainer.replicate()
+        trainer.parallelise()
+        checked = check_start(trainer.parallel, world) if world.size > 1 else None
         peak = _peak(config, world)
-        facts = describe(trainer, peak)
+        facts = describe(trainer, peak) | {"start_up_checks": checked.as_dict() if checked else None}
         flops = facts["model"]["flops_per_token"]["full"]
         sum_of_peaks = peak["flops_per_s"]
         printer: StepPrinter | None = None
@@ -239,6 +299,10 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
         stop.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
         rank_log.open(directory)
         log.info("%s", _headline(facts, directory))
+        if checked is not None:
+            log.info("%s", checked)
+        for line in _where(trainer, facts):
+            log.info("%s", line)
         if world.rank == 0:
             printer = StepPrinter(
                 console,
@@ -251,15 +315,18 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
         limit_s = silence_limit_s(os.environ, trainer)
         if limit_s is not None:
             world.set_timeout(limit_s)
+            for group in process_groups():
+                set_group_timeout(limit_s, group)
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
             with peer_lost_in_one_line(world, stop.check):
                 loop(trainer, monitor, stop.check)
         # After the last exchange: nobody waits for a slow disk, and nothing is measured any more.
+        weights = trainer.parallel.whole_weights()
         if world.rank == 0:
             try:
-                save_weights(trainer.module, directory / WEIGHTS_FILE, trainer.model_config)
+                save_weights(weights, directory / WEIGHTS_FILE, trainer.model_config)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"cannot save the weights in {directory}: {error}") from None
         return directory
@@ -284,12 +351,16 @@ def silence_limit_s(environ: Mapping[str, str], trainer: Trainer) -> float | Non
 
 def loop(trainer: Trainer, monitor: Monitor, check_for_stop: Callable[[], None] = lambda: None) -> None:
     """All steps of a run, each accounted for."""
-    config, world = trainer.config, trainer.world
-    tokens_per_rank = config.global_batch_size // world.size * trainer.length
+    config = trainer.config
+    # Distinct tokens: the ranks of one pipeline or tensor-parallel group see the same.
+    share_of_batch = config.global_batch_size // trainer.layout.data_parallel_size
+    tokens_per_rank = share_of_batch * trainer.length if trainer.parallel.mesh.counts_tokens else 0
     for number in range(1, config.steps + 1):
         with monitor.step(tokens=tokens_per_rank) as step:
             check_for_stop()
             trainer.train_step(number, monitor, step)
+            if number == 1:
+                check_replicas(trainer.parallel, trainer.world.device, "after step 1")
             if config.evaluate_every and number % config.evaluate_every == 0:
                 loss = trainer.evaluate()
                 step.skip("evaluation")
@@ -348,12 +419,17 @@ def describe(trainer: Trainer, peak: dict[str, Any]) -> dict[str, Any]:
             "torch": torch.__version__,
             "platform": platform.platform(),
         },
-        "ranks": [{**rank, "threads": each} for rank, each in zip(world.ranks, threads, strict=True)],
+        "ranks": [
+            {**rank, "threads": each, "role": trainer.layout.coordinates(trainer.order.index(rank["rank"]))}
+            for rank, each in zip(world.ranks, threads, strict=True)
+        ],
         "nodes": world.nodes,
         "config": config.as_dict(),
         "network": {"link": os.environ.get("BIREME_LINK"), "delay": os.environ.get("BIREME_DELAY")},
-        "layout": config.layout,
-        "reduction": "overlap" if config.overlap else "flat",
+        "layout": str(trainer.layout),
+        "mesh": trainer.layout.sizes,
+        "pipeline": asdict(trainer.pipeline) if trainer.layout.pp > 1 else None,
+        "reduction": trainer.parallel.reduction,
         "model": {
             "preset": config.preset,
             **asdict(shape),
@@ -375,12 +451,27 @@ def _headline(facts: dict[str, Any], directory: Path) -> str:
     config = facts["config"]
     model = facts["model"]
     ranks = len(facts["ranks"])
-    reduction = "overlapped with backward" if config["overlap"] else "in one flat all-reduce"
+    how = {
+        "overlap": "gradients overlapped with backward",
+        "flat": "gradients in one flat all-reduce",
+        "sharded": "weights, gradients and optimizer sharded",
+    }[facts["reduction"]]
+    pipeline = facts["pipeline"]
+    if pipeline:
+        stages = f", {pipeline['stages_per_rank']} stages a rank" if pipeline["stages_per_rank"] > 1 else ""
+        how += f", schedule {pipeline['schedule']} with {pipeline['micro_batches']} micro-batches{stages}"
     return (
         f"{model['preset']}: {model['parameters']:,} parameters, {config['steps']} steps of "
         f"{config['global_batch_size']} sequences on {ranks} rank{'s' if ranks > 1 else ''} "
-        f"({', '.join(node['name'] for node in facts['nodes'])}), gradients {reduction}; run directory: {directory}"
+        f"({', '.join(node['name'] for node in facts['nodes'])}), {facts['layout']}, {how}; run directory: {directory}"
     )
+
+
+def _where(trainer: Trainer, facts: dict[str, Any]) -> list[str]:
+    """Which group of the mesh lives on which nodes."""
+    if trainer.world.size == 1:
+        return []
+    return describe_groups(trainer.layout, trainer.order, facts["nodes"])
 
 
 def _default_run() -> str:

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bireme.channel import Channel
 from bireme.errors import UserError
-from bireme.replicas import Overlapped, replicate
 from bireme.ledger import PHASES, STATES
 from bireme.observe.collectives import hooks_missing
 from bireme.observe.monitor import Monitor
 from bireme.record import Run, read_run
+from bireme.replicas import Overlapped, replicate
 from bireme.shutdown import Interrupted
 
 torch.set_num_threads(1)
@@ -709,15 +709,22 @@ def functional_reduce_scatters(rank: int, size: int, directory: Path) -> int:
     from torch.distributed._functional_collectives import reduce_scatter_tensor, wait_tensor
 
     with Monitor(directory, facts=facts_of(size), exchange_every=1) as monitor:
-        for _ in range(3):
+        for number in range(4):
             with monitor.step():
+                if number == 2 and rank == 1:
+                    time.sleep(0.2)
                 wait_tensor(reduce_scatter_tensor(torch.ones(4), "sum", 0, dist.distributed_c10d._get_default_group()))
         deadline = time.monotonic() + 20
-        while monitor._exchange._done < 3 and time.monotonic() < deadline:
+        while monitor._exchange._done < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
         return len(monitor._collectives._waited_for)
 
 
 @needs_hooks
-def test_works_whose_finish_is_not_seen_are_let_go(ranks: Ranks, tmp_path: Path) -> None:
+def test_functional_reduce_scatters_are_seen_though_nobody_waits_in_python(ranks: Ranks, tmp_path: Path) -> None:
+    """Tensor parallelism's: without a future, and waited for in C++."""
     assert ranks(2, functional_reduce_scatters, tmp_path / "run") == [0, 0]
+    run = read_run(tmp_path / "run")
+    assert all(line["unmatched"] == [0, 0] for line in run.steps)
+    waited_ns = [sum(cells[WAIT :: len(STATES)]) for cells in run.steps[2]["cells_ns"]]
+    assert waited_ns[0] > 100e6 and waited_ns[1] < 50e6

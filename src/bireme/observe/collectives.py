@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from types import CodeType
 from typing import Any
 
@@ -82,6 +83,7 @@ class CollectiveObserver:
         self.failure: str | None = None
         self._issued: list[Span] = []
         self._waited_for: dict[int, tuple[Any, Span]] = {}  # id(work): the work is kept alive, its id cannot recur
+        self._second_waiter: _SecondWaiter | None = None
         self.thread = threading.get_ident()
         self._groups = groups
         for index, group in groups.items():
@@ -101,6 +103,8 @@ class CollectiveObserver:
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
         self._waited_for.clear()
+        if self._second_waiter is not None:
+            self._second_waiter.close()
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
@@ -182,6 +186,11 @@ class CollectiveObserver:
             span.seen = span.origin == EAGER
             if not span.seen:
                 self._waited_for.pop(id(work), None)
+                if span.operation == "reduce_scatter":
+                    span.seen = True
+                    if self._second_waiter is None:
+                        self._second_waiter = _SecondWaiter()
+                    self._second_waiter.wait_for(work, span)
             return
         key = id(work) if span.origin is not REDUCER else None
         # Nothing below leads to the process group: were the last reference to it dropped there, on one of its own
@@ -210,6 +219,33 @@ class CollectiveObserver:
         # The future's callback may come later than the waiting thread: the earlier of the two is the finish.
         if span.finish_ns is None or end_ns < span.finish_ns:
             span.finish_ns = end_ns
+
+
+class _SecondWaiter:
+    """Notes the finish of functional reduce-scatters (those of tensor parallelism), which on gloo have no future and
+    are waited for in C++: a thread waits for them as well. A second waiter is harmless there; of a send or a receive
+    it would eat the completion.
+    """
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Any, Span] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="bireme-second-waiter", daemon=True).start()
+
+    def wait_for(self, work: Any, span: Span) -> None:
+        self._works.put((work, span))
+
+    def close(self) -> None:
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, span = item
+            try:
+                _original_wait(work)
+                span.finish_ns = time.perf_counter_ns()
+            except RuntimeError:  # the training thread is told by its own wait
+                span.seen = False
+            del item, work, span
 
 
 def _whole_bytes(operation: str, in_bytes: int, outputs: list[Any], size: int) -> int:
