@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bireme.replicas import Flat, Overlapped, replicate
 from bireme.model import GPT, preset
 from bireme.observe.collectives import CollectiveObserver, hooks_missing
+from bireme.replicas import Flat, Overlapped, replicate
 
 torch.set_num_threads(1)
 

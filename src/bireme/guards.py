@@ -299,11 +299,11 @@ def _difference(parallel: Parallel, kind: str, ranks: list[int], table: Tensor, 
 def _checksum(parameter: Tensor) -> int:
     """Of the bits that this rank holds."""
     held = local(parameter.detach()).contiguous().cpu()
-    return zlib.crc32(held.view(torch.uint8).numpy()) if held.numel() else 0
+    return zlib.crc32(held.view(torch.uint8).numpy().data) if held.numel() else 0
 
 
 def _digest(sums: Tensor) -> Tensor:
-    return torch.tensor(zlib.crc32(sums.numpy()) if len(sums) else 0, dtype=torch.int64)
+    return torch.tensor(zlib.crc32(sums.numpy().data) if len(sums) else 0, dtype=torch.int64)
 
 
 def _all_gather(row: Tensor, device: torch.device) -> Tensor:

@@ -3,9 +3,8 @@
 Pure: no torch. A layout is read and checked before any process waits for another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Protocol
 
 from bireme.errors import UserError, nearest
@@ -170,19 +169,28 @@ def _layout(pp: int = 1, replicate: int = 1, shard: int = 1, tp: int = 1) -> Lay
 
 def fitting(layout: Layout, ranks: int, most: int = 3) -> list[str]:
     """Layouts of `ranks` ranks that are nearest to the given one: as few dimensions as possible changed, and little."""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     wanted = layout.sizes
     found = []
-    for sizes in product(divisors, repeat=len(DIMENSIONS)):
+    for sizes in _products(ranks, len(DIMENSIONS)):
         candidate = _layout(**dict(zip(DIMENSIONS, sizes, strict=True)))
-        if candidate.size == ranks:
-            changed = [max(size, wanted[name]) / min(size, wanted[name]) for name, size in candidate.sizes.items()]
-            new = sum(size > 1 and wanted[name] == 1 for name, size in candidate.sizes.items())
-            cost = (sum(each > 1 for each in changed), new, max(changed))
-            # Adding data parallelism is what people mean who forget a dimension.
-            found.append((cost, -candidate.data_parallel_size, candidate))
+        changed = [max(size, wanted[name]) / min(size, wanted[name]) for name, size in candidate.sizes.items()]
+        new = sum(size > 1 and wanted[name] == 1 for name, size in candidate.sizes.items())
+        cost = (sum(each > 1 for each in changed), new, max(changed))
+        # Adding data parallelism is what people mean who forget a dimension.
+        found.append((cost, -candidate.data_parallel_size, candidate))
     best = [candidate for *_, candidate in sorted(found, key=lambda each: each[:2])[:most]]
     return [",".join(f"{name}={size}" for name, size in each.mesh_sizes.items()) for each in best]
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as a product of that many factors."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _products(number // first, factors - 1):
+                yield (first, *rest)
 
 
 # --- what must divide --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -47,6 +48,7 @@ from bireme.observe.monitor import Monitor, Step
 from bireme.parallel import Plan, parallelise
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import StopRequest
+from bireme.traffic import crossing_bytes, node_bytes
 from bireme.world import World, join, peer_lost_in_one_line, positive_seconds
 
 log = logging.getLogger(__name__)
@@ -128,9 +130,23 @@ class Trainer:
             compile=config.compile,
         )
 
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """What a step sends between nodes by the layout's formula: by node, and by dimension over the busiest link."""
+        cuda = self.world.device.type == "cuda"
+        nodes = [node["ranks"] for node in self.world.nodes]
+        how = (self.plan, nodes, "nccl" if cuda else "gloo", 2 if cuda else 4)
+        by_node = node_bytes(*how)
+        return {
+            "nodes": {node["name"]: by_node[index] for index, node in enumerate(self.world.nodes)},
+            "dimensions": crossing_bytes(*how),
+        }
+
     def parallelise(self) -> None:
         """Makes this rank's part of the model, and its optimizer: every rank at once."""
         config = self.config
+
+        self.before_model_bytes = psutil.Process().memory_info().rss
 
         def plant(part: GPT) -> None:
             layers = list(part.layers.values())
@@ -426,6 +442,8 @@ def describe(trainer: Trainer, peak: dict[str, Any]) -> dict[str, Any]:
         "nodes": world.nodes,
         "config": config.as_dict(),
         "network": {"link": os.environ.get("BIREME_LINK"), "delay": os.environ.get("BIREME_DELAY")},
+        "traffic": trainer.traffic,
+        "memory": {"before_model_bytes": world.channel.all_gather(trainer.before_model_bytes)},
         "layout": str(trainer.layout),
         "mesh": trainer.layout.sizes,
         "pipeline": asdict(trainer.pipeline) if trainer.layout.pp > 1 else None,
@@ -468,10 +486,24 @@ def _headline(facts: dict[str, Any], directory: Path) -> str:
 
 
 def _where(trainer: Trainer, facts: dict[str, Any]) -> list[str]:
-    """Which group of the mesh lives on which nodes."""
+    """Which group of the mesh lives on which nodes, and what each dimension sends between nodes in a step."""
     if trainer.world.size == 1:
         return []
-    return describe_groups(trainer.layout, trainer.order, facts["nodes"])
+    crossing = facts["traffic"]["dimensions"]
+    lines = describe_groups(trainer.layout, trainer.order, facts["nodes"])
+    for index, name in enumerate(trainer.layout.mesh_sizes):
+        if name in crossing:
+            lines[index] += f"; {crossing[name] / 1e6:.3g} MB a step cross nodes"
+    rest = {name: sent for name, sent in crossing.items() if name not in trainer.layout.mesh_sizes}
+    if sum(rest.values()) >= 1000:  # a norm's four bytes are not worth a line
+        lines.append(f"{' and '.join(rest)}: {sum(rest.values()) / 1e6:.3g} MB a step cross nodes")
+    if trainer.layout.tp > 1 and "tp" in crossing:
+        log.warning(
+            "tensor-parallel groups cross nodes: %.3g MB a step over the busiest link, and every block waits for it; "
+            "with at most as many tp ranks as a node has, they would stay inside",
+            crossing["tp"] / 1e6,
+        )
+    return lines
 
 
 def _default_run() -> str:

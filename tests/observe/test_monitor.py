@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bireme.channel import Channel
 from bireme.errors import UserError
-from bireme.ledger import PHASES, STATES
+from bireme.ledger import PHASES, STATES, WAIT
 from bireme.observe.collectives import hooks_missing
 from bireme.observe.monitor import Monitor
 from bireme.record import Run, read_run

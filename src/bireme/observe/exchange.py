@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bireme import ledger
 from bireme.channel import Channel, PeerTimeout, new_side_group
 from bireme.ledger import LEAVE_TOGETHER, PHASES, Span
-from bireme.observe.host import HostClock
+from bireme.observe.host import HostClock, TrafficCounter, peak_rss_bytes
 from bireme.observe.phases import Observation
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class Exchange(threading.Thread):
 
     `groups` is the run's table of observed groups, the same on every rank: for each its member ranks, and the gloo
     side group that stands for it (None where this rank is not a member, or is the only one). `deliver(lines, events)`
-    is called on rank 0 with complete step records. An error ends the exchange, never the training: it is kept in
-    `failure` and logged once.
+    is called on rank 0 with complete step records. `traffic` is given on the rank that counts its node's bytes. An
+    error ends the exchange, never the training: it is kept in `failure` and logged once.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Exchange(threading.Thread):
         deliver: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
         warnings: Callable[[], list[str]],
         queue_workers: int = 2,
+        traffic: TrafficCounter | None = None,
     ):
         super().__init__(name="bireme-exchange", daemon=True)
         self.failure: str | None = None
@@ -70,6 +71,7 @@ class Exchange(threading.Thread):
         self._clocks = [ledger.QueueClock(queue_workers) for _ in groups]
         self._shortest = ledger.ShortestSeen()
         self._carried: list[Span] = []
+        self._traffic = traffic
         self._host = HostClock()
         self._host_since = self._host_wall_ns = 0
         self._cpu_ns = 0
@@ -86,8 +88,11 @@ class Exchange(threading.Thread):
             self._wake.set()
 
     def begin(self) -> None:
-        """The first step begins: what the host took before is nobody's."""
+        """The first step begins: what the host took before is nobody's, and what the network carried."""
         self._host.taken_ns()
+        if self._traffic is not None:
+            self._traffic.mark(0)
+            self._traffic.take()
 
     def note(self, event: dict[str, Any]) -> None:
         """An event that goes to the record with the next steps."""
@@ -133,6 +138,8 @@ class Exchange(threading.Thread):
             self._wake.clear()
         closing = self._closing  # read before the step: a step submitted before closing must be in this round
         last = self._submitted
+        if self._traffic is not None:
+            self._traffic.mark(last)  # before waiting for others: the next step's bytes are on their way
         healthy = self._problem is None
         upto, most, all_closing, all_healthy, mean_ns = self._channel.reduce_min(
             torch.tensor([last, -last, int(closing), int(healthy), self._mean_ns])
@@ -141,25 +148,30 @@ class Exchange(threading.Thread):
             raise RuntimeError(self._problem or "another rank cannot go on")
         # The same on every rank: the next time that all hand over.
         self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
-        if upto > self._done:
-            self._hand_over(upto)
+        if upto > self._done or all_closing:
+            self._hand_over(upto, bool(all_closing))
         elif closing and not all_closing:
             time.sleep(0.05)  # this rank is done and others are not
         if all_closing:
             self.unshared_steps = -most - upto
         return bool(all_closing)
 
-    def _hand_over(self, upto: int) -> None:
+    def _hand_over(self, upto: int, last: bool) -> None:
+        """All ranks do, for the same steps: at least one, but for the `last` time, when there may be none left."""
         window = []
         while self._queue and self._queue[0].step <= upto:
             window.append(self._queue.popleft())
         resolved = [self._resolve(observation) for observation in window]
-        self._await_finishes(window)
-        self._split(window)
+        if window:
+            self._await_finishes(window)
+            self._split(window)
         blob = b""
         try:
             report = self._report(window, resolved)
-            self._mean_ns = max(1, report["wall_ns"] // len(window))
+            if window:
+                self._mean_ns = max(1, report["wall_ns"] // len(window))
+            if last:
+                report["events"].append(_memory(self._channel.rank))
             blob = orjson.dumps(report)
         except Exception as error:  # the others are about to gather: they must not wait for this rank
             self._fail(error)
@@ -271,7 +283,10 @@ class Exchange(threading.Thread):
             steps.append(_step_report(observation, account))
             events.extend(_notable_pauses(observation, self._channel.rank))
         wall_ns = sum(end_ns - start_ns for start_ns, end_ns, _ in resolved)
-        events.extend(self._taken_by_host(window, wall_ns))
+        if window:
+            events.extend(self._taken_by_host(window, wall_ns))
+        if self._traffic is not None and (carried := self._traffic.take()) is not None:
+            events.append(carried)
         cpu_ns = time.thread_time_ns()
         for step in steps:  # this thread's own cost since the last window, spread evenly
             step["overhead_ns"] = [step["overhead_ns"], (cpu_ns - self._cpu_ns) // len(steps)]
@@ -281,6 +296,14 @@ class Exchange(threading.Thread):
         # A message may quote a file name that is not UTF-8.
         warnings = [each.encode("utf-8", "backslashreplace").decode() for each in self._warnings()]
         return {"steps": steps, "events": events, "warnings": warnings, "wall_ns": wall_ns}
+
+
+def _memory(rank: int) -> dict[str, Any]:
+    """The most memory that this rank has had. A process allocates on one GPU; which one, this thread does not know."""
+    on_device = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        on_device = sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+    return {"event": "memory", "rank": rank, "peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": on_device}
 
 
 def _ends_after(span: Span, end_ns: int) -> bool:
@@ -394,7 +417,7 @@ def side_groups(
     mine = [
         {
             "id": group.group_name,
-            "name": group.group_desc or group.group_name,
+            "name": (group.group_desc or group.group_name).removeprefix("mesh_"),  # a device mesh's "mesh_shard"
             "ranks": dist.get_process_group_ranks(group),
         }
         for group in groups

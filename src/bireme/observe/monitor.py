@@ -20,6 +20,7 @@ from bireme.observe.collectives import CollectiveObserver, hooks_missing, proces
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
 from bireme.observe.exchange import Exchange, side_groups
 from bireme.observe.garbage import GarbageObserver
+from bireme.observe.host import traffic_counter
 from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
 from bireme.observe.thread import ThreadClock
 from bireme.record import RunWriter
@@ -85,11 +86,10 @@ class Monitor:
         }
         ranks, nodes = introduce(self._channel)  # always: every rank makes the same calls, whatever facts it was given
         self.missing = {what: why for what, why in missing.items() if why}
+        facts = {"ranks": ranks, "nodes": nodes, **(facts or {})}
         self._open_run(
             {
-                "ranks": ranks,
-                "nodes": nodes,
-                **(facts or {}),
+                **facts,
                 "world_size": self._channel.size,
                 "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
                 "missing": self.missing,
@@ -117,6 +117,7 @@ class Monitor:
             self._deliver,
             warnings,
             queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
+            traffic=traffic_counter(facts["ranks"], self._channel.rank),
         )
         for why in self.missing.values():
             log.warning("%s", why)
