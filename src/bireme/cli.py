@@ -194,6 +194,37 @@ def links(
 
 
 @app.command
+def parity(
+    *,
+    layout: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="")] = None,
+    steps: int = 5,
+    quick: bool = False,
+    json: bool = False,
+) -> int:
+    """Does every layout compute what one process computes? Losses, gradients and norms, step by step.
+
+    torchrun --nproc-per-node 4 -m bireme parity
+
+    Exit code 1 when a layout differs. On the CPU, in fp32; which layouts there are depends on the number of ranks.
+
+    Parameters
+    ----------
+    layout
+        Only these: ddp, fsdp, hsdp, tp, pp, or sizes such as pp=2,replicate=2. Not given, all that the ranks allow.
+    steps
+        Optimizer steps to compare.
+    quick
+        Fewer variants of each layout.
+    json
+        Print one JSON object instead of the table (docs/parity.md).
+    """
+    _wait_without_spinning()
+    from bireme.parity_command import parity_command
+
+    return parity_command(layout, steps, quick, json)
+
+
+@app.command
 def doctor(
     *,
     peers: str | None = None,
@@ -246,20 +277,24 @@ def study(
     links: str | None = None,
     delays: str | None = None,
     phase: str | None = None,
-    preset: str = "toy",
-    batch_per_rank: int = 8,
+    layouts: str | None = None,
+    preset: str | None = None,
+    model: str | None = None,
+    batch_per_rank: int | None = None,
     sequence_length: int | None = None,
-    steps: int = 20,
+    steps: int | None = None,
     json: bool = False,
 ) -> int:
-    """Run a named experiment on emulated nodes over a grid, and show its table and picture: ranks, straggler or links.
+    """Run a named experiment on emulated nodes over a grid, and show its table and picture.
+
+    The experiments: ranks, straggler, links, layouts.
 
     bireme study links --links 100mbit,1gbit
 
     Parameters
     ----------
     name
-        ranks: one to many ranks; straggler: one rank made slow; links: one training at several link rates.
+        ranks: one to many; straggler: one rank made slow; links: several link rates; layouts: ways to spread a model.
     out
         Folder of the study; runs/study-NAME if not given. A study that was stopped goes on where it was.
     nodes
@@ -269,21 +304,26 @@ def study(
     link
         Rate of every link where the study does not vary it; 1gbit if not given.
     ranks
-        Ranks on each node: a list, as in 1,2, in the study of ranks, elsewhere one number.
+        Ranks on each node: a list, as in 1,2, in the studies of ranks and layouts, elsewhere one number.
     links
-        Link rates of the study of links; 100mbit,200mbit,1gbit,unlimited if not given.
+        Link rates of the study of links, 100mbit,200mbit,1gbit,unlimited if not given; of layouts, 200mbit,1gbit.
     delays
         Delays of the study of straggler in milliseconds, which take turns; 0,50,100,150,200 if not given.
     phase
         Where the straggler sleeps: input, forward, backward or optimizer; forward if not given.
+    layouts
+        Layouts of the study of layouts; ddp,fsdp,hsdp,tp,pp if not given. Sizes stand between semicolons, as in
+        'ddp,fsdp;pp=2,shard=2'.
     preset
-        Model shape by name.
+        Model shape by name; toy if not given, in the study of layouts a wider and deeper one (docs/studies.md).
+    model
+        Sizes that differ from the preset's, as in num_layers=8,embedding_dim=256.
     batch_per_rank
-        Sequences per step on each rank.
+        Sequences per step on each rank; 8 if not given, 2 in the study of layouts.
     sequence_length
-        Tokens per sequence; the model's context if not given.
+        Tokens per sequence; the model's context if not given, 64 in the study of layouts.
     steps
-        Measured steps of each cell; of each delay in the study of straggler.
+        Measured steps of each cell, 20 if not given, 6 in the study of layouts; of each delay in that of straggler.
     json
         Print one JSON object instead of the table (docs/studies.md).
     """
@@ -298,7 +338,9 @@ def study(
         links=links,
         delays=delays,
         phase=phase,
+        layouts=layouts,
         preset=preset,
+        model=model,
         batch_per_rank=batch_per_rank,
         sequence_length=sequence_length,
         steps=steps,
