@@ -185,3 +185,8 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # DTensor remembers meshes by their ranks: the next job's would be taken for one whose groups are gone.
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,29 @@ def test_inner_dimensions_stay_inside_nodes_also_when_ranks_are_not_in_a_row() -
     assert crossing(layout, order, nodes) == {"replicate": True, "shard": False}
     # A group numbers its members by rank: an order that disagrees is not taken.
     assert arrange(Layout(dp_replicate=2, dp_shard=2), [[0, 3], [1, 2]]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("per_node", [[8, 8], [4, 4], [2, 2, 2], [3, 2]], ids=str)
+def test_tensor_parallel_groups_are_inside_nodes_or_flagged(per_node: list[int]) -> None:
+    """B71: for every layout that the ranks allow."""
+    starts = [sum(per_node[:index]) for index in range(len(per_node))]
+    nodes = [list(range(start, start + ranks)) for start, ranks in zip(starts, per_node, strict=True)]
+    ranks = sum(per_node)
+    inside = flagged = 0
+    for sizes in product(range(1, ranks + 1), repeat=4):
+        layout = Layout(pp=sizes[0], dp_replicate=sizes[1], dp_shard=sizes[2], tp=sizes[3])
+        if layout.size != ranks or layout.tp == 1:
+            continue
+        order = arrange(layout, nodes)
+        crosses = crossing(layout, order, nodes)["tp"]
+        on_one_node = all(
+            any({order[position] for position in group} <= set(node) for node in nodes) for group in layout.groups("tp")
+        )
+        assert crosses != on_one_node
+        if all(size % layout.tp == 0 for size in per_node):
+            assert not crosses, "the innermost dimension fits into a node"
+        inside, flagged = inside + on_one_node, flagged + crosses
+    assert flagged and (inside or per_node == [3, 2])
 
 
 def test_groups_are_described_with_their_nodes() -> None:

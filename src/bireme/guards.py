@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bireme.errors import SharedError
-from bireme.layout import Layout
-from bireme.mesh import TIED, Mesh, local, local_part, replicated
+from bireme.layout import MODEL, TIED, Layout
+from bireme.mesh import Mesh, local, local_part, replicated
 from bireme.model import ModelConfig, initial_parameter
 from bireme.parallel import TIED_PARAMETERS, Parallel, Plan, parallelise, parameter_names
 from bireme.parity import largest_error, one_process
@@ -65,7 +65,7 @@ def check_start(parallel: Parallel, world: World) -> Checked:
     check_gradients(parallel.plan, parallel.mesh, world, bool(corrected))
     check_parameters(parallel, world)
     check_replicas(parallel, world.device, "before the first step")
-    groups = [*parallel.mesh.groups, *(["model"] if parallel.mesh.model is not None else [])]
+    groups = [*parallel.mesh.groups, *([MODEL] if parallel.mesh.model is not None else [])]
     return Checked(seconds=time.perf_counter() - started, groups=groups, corrected=corrected)
 
 
@@ -88,7 +88,7 @@ def check_reductions(mesh: Mesh, world: World) -> list[str]:
     """Holds the sums and averages of every group against arithmetic; returns the dimensions whose averages are wrong
     (they can be summed and divided instead). SharedError when a sum is wrong."""
     problem, wrong_averages = None, []
-    for name, group in [*mesh.groups.items(), ("model", mesh.model), (TIED, mesh.tied)]:
+    for name, group in [*mesh.groups.items(), (MODEL, mesh.model), (TIED, mesh.tied)]:
         if group is None:
             continue
         wrong = _wrong_reductions(group, world.device)

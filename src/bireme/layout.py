@@ -13,6 +13,9 @@ from bireme.text import count, name_ranks
 DIMENSIONS = ("pp", "replicate", "shard", "tp")
 """Outer to inner: neighbours in the innermost dimension are neighbouring ranks."""
 
+MODEL, TIED = "model", "tied"
+"""Groups beside the dimensions': all ranks of one replica; the two ends of a pipeline that share an embedding."""
+
 LAYOUTS = ("ddp", "fsdp", "hsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 

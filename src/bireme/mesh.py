@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from bireme.layout import DIMENSIONS, Layout
-
-MODEL, TIED = "model", "tied"  # what Bireme's own groups are called in the record
+from bireme.layout import DIMENSIONS, MODEL, TIED, Layout
 
 
 @dataclass(slots=True)

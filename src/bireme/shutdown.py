@@ -36,6 +36,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
         self._previous_fd = -1
         self._pipe: tuple[int, int] | None = None
+        self._watcher: threading.Thread | None = None
 
     def check(self) -> None:
         """Raises Interrupted when a stop was asked for."""
@@ -54,7 +55,8 @@ class StopRequest:
         self._previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
-        threading.Thread(target=self._watch, args=(read_end,), name="bireme-shutdown", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(read_end,), name="bireme-shutdown", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(
@@ -68,6 +70,11 @@ class StopRequest:
         os.close(self._pipe[1])
         self._pipe = None
         self._left.set()
+        # What `on_stuck` holds (process groups) must not go with the watcher's last breath: a thread that waits for the
+        # interpreter while that ends is ended inside C++, and the process aborts.
+        self.on_stuck = lambda reason: None
+        if self._watcher is not None:
+            self._watcher.join(END_AFTER_S)
 
     def _watch(self, read_end: int) -> None:
         number = 0

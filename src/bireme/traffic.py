@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from bireme.layout import Layout, Pipeline, stage_layers
+from bireme.layout import MODEL, TIED, Layout, Pipeline, stage_layers
 
-MODEL, TIED = "model", "tied"
 _FULL_BYTES = 4  # gradients and losses are fp32
-_LOSS_REDUCTIONS = (
-    3  # of a loss that is divided over the vocabulary: largest logit, sum of exponentials, target's logit
-)
+# Of a loss that is divided over the vocabulary: largest logit, sum of exponentials, target's logit.
+_LOSS_REDUCTIONS = 3
 
 
 class ModelShape(Protocol):

@@ -7,7 +7,7 @@ from bireme.report.study_plot import plot_study
 
 
 def entry(nodes: int = 2, ranks: int = 1, link: str = "1gbit", **more: Any) -> dict[str, Any]:
-    axes = {"nodes": nodes, "ranks_per_node": ranks, "reduction": "over$lap$"}
+    axes = {"nodes": nodes, "ranks_per_node": ranks, "reduction": "over$lap$", "layout": more.pop("layout", "ddp")}
     split = {"transfer": 20.0, "wait": 10.0, "hidden": 5.0, "hidden_transfer": 4.0}
     return {
         "status": "finished",
@@ -20,6 +20,9 @@ def entry(nodes: int = 2, ranks: int = 1, link: str = "1gbit", **more: Any) -> d
         "other_ms": 5.0,
         "tokens_per_s_global": 1234.0,
         "efficiency": 0.9,
+        "counted_link_bytes": 1.06e6,
+        "formula_link_bytes": 1e6,
+        "memory_bytes": {"max": 64_000_000, "per_rank": [64_000_000]},
         **more,
     }
 
@@ -29,6 +32,9 @@ UNKNOWN = entry(
     communication_ms=dict.fromkeys(("transfer", "wait", "hidden", "hidden_transfer")),
     tokens_per_s_global=None,
     efficiency=None,
+    counted_link_bytes=None,
+    formula_link_bytes=None,
+    memory_bytes=None,
 )
 FIT = {"slope": 1.0, "intercept_ms": 100.0, "r_squared": 1.0}
 DELAYS = [
@@ -46,7 +52,7 @@ SWEEP = {
 
 
 def results(name: str, cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    settings = {"nodes": 2, "cores_per_node": 1, "preset": "a$b_{c$", "batch_per_rank": 8}
+    settings = {"nodes": 2, "cores_per_node": 1, "preset": "a$b_{c$", "batch_per_rank": 8, "model": ""}
     return {"name": name, "settings": settings, "cells": cells, **more}
 
 
@@ -59,6 +65,9 @@ def results(name: str, cells: list[dict[str, Any]], **more: Any) -> dict[str, An
         results("links", [entry(nodes=1, link="unlimited"), entry(bound_ms=70.0), entry(bound_ms=1000.0), UNKNOWN]),
         results("links", [entry(link=f"{rate}mbit", bound_ms=1.0) for rate in range(20)]),
         results("links", [entry(link="unshaped", bound_ms=None)]),
+        results("layouts", [UNKNOWN]),
+        results("layouts", [entry(), entry(layout="pp=2,replicate=2,tp=$2$"), entry(ranks=2, layout="fsdp"), UNKNOWN]),
+        results("layouts", [entry(ranks=n // 5, link="unshaped", formula_link_bytes=0.0) for n in range(20)]),
         results("straggler", [entry()], sweep=SWEEP),
         results("straggler", [entry()], sweep={**SWEEP, "wait_fit": None}),
         results("straggler", [entry()], sweep={"delays": None, "delays_reason": "one delay"}),

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,27 @@ def test_an_unlimited_link_has_no_share(tmp_path: Path, write_run: WriteRun) -> 
     assert numbers["link_bit_per_s"] > 0
 
 
+def test_an_old_run_s_bytes_are_those_of_its_all_reduces(tmp_path: Path, write_run: WriteRun) -> None:
+    cell = study_of("ranks", Options(steps=2), 2).cells[2]
+    write_run(cell, tmp_path / "new")
+    write_run(cell, tmp_path / "old", traffic=None)
+    new, old = (cell_numbers(cell, read_run(tmp_path / name)) for name in ("new", "old"))
+    assert new == old and new["link_bytes"] == 1.5 * 4 * MILLION
+    sharded = replace(cell, layout="fsdp")
+    numbers = cell_numbers(sharded, read_run(tmp_path / "old"))
+    assert numbers["link_bytes"] is None and "does not say" in numbers["link_bytes_reason"]
+
+
+def test_a_formula_needs_no_observation(tmp_path: Path, write_run: WriteRun) -> None:
+    cell = study_of("ranks", Options(steps=2), 2).cells[1]
+    write_run(cell, tmp_path / "run", missing={"collectives": "no hooks"})
+    numbers = cell_numbers(cell, read_run(tmp_path / "run"))
+    assert numbers["link_bytes"] == 4 * MILLION and numbers["link_bit_per_s_reason"] == "no hooks"
+
+
 def test_what_was_not_observed_is_null_with_a_reason(tmp_path: Path, write_run: WriteRun) -> None:
     cell = study_of("ranks", Options(steps=2), 2).cells[1]
-    write_run(cell, tmp_path / "run", missing={"collectives": "no hooks", "run_delay": "macOS"})
+    write_run(cell, tmp_path / "run", missing={"collectives": "no hooks", "run_delay": "macOS"}, traffic=None)
     numbers = cell_numbers(cell, read_run(tmp_path / "run"))
     for name in ("contention_ms", "communication_share", "link_bytes", "link_bit_per_s", "link_share"):
         assert numbers[name] is None and numbers[f"{name}_reason"]

@@ -24,6 +24,12 @@ def test_the_trainer_is_told_the_whole_cell(tmp_path: Path) -> None:
     options = dict(itertools.pairwise(words))
     assert options["--global-batch-size"] == "12" and options["--steps"] == "8" and options["--skip-steps"] == "3"
     assert options["--sequence-length"] == "64" and options["--threads"] == "1" and options["--evaluate-every"] == "0"
+    assert options["--layout"] == "ddp" and "--model" not in " ".join(words)
+    other = trainer_arguments(replace(CELL, layout="pp=2,shard=2", model="num_layers=8,embedding_dim=256"), tmp_path)
+    options = dict(itertools.pairwise(other))
+    assert options["--layout"] == "pp=2,shard=2" and options["--exchange-every"] == "2"
+    assert "--exchange-every" not in trainer_arguments(replace(CELL, steps=20), tmp_path)
+    assert (options["--model.num-layers"], options["--model.embedding-dim"]) == ("8", "256")
     load_config(None, {"global_batch_size": 12, "steps": 8, "skip_steps": 3}).batch_shape(CELL.ranks)
 
 

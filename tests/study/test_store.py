@@ -114,6 +114,22 @@ def test_a_folder_is_one_process_s_at_a_time(tmp_path: Path) -> None:
 
 def test_an_axis_that_came_later_does_not_part_a_study_from_its_folder() -> None:
     study = links()
-    older = {name: value for name, value in study.settings().items() if name != "sequence_length"}
+    later = ("sequence_length", "layout", "model")
+    older = {name: value for name, value in study.settings().items() if name not in later}
     assert changed_setting(older, study) is None
     assert changed_setting(older, links(sequence_length=32)) == ("sequence_length", "none", "32")
+
+
+def test_a_cell_of_before_there_were_layouts_is_finished(tmp_path: Path, write_run: WriteRun) -> None:
+    study = links(links="1gbit", steps=2)
+    cell = study.cells[1]
+    with Folder(tmp_path / "study", study) as folder:
+        folder.finish(cell, write_run(cell, folder.run_directory(cell), traffic=None))
+        marker = tmp_path / "study" / "cells" / f"{cell.key}.json"
+        value = orjson.loads(marker.read_bytes())
+        del value["cell"]["layout"], value["cell"]["model"]
+        marker.write_bytes(orjson.dumps(value))
+        assert folder.finished(cell) is not None
+        value["cell"]["layout"] = "fsdp"
+        marker.write_bytes(orjson.dumps(value))
+        assert folder.finished(cell) is None

@@ -70,8 +70,8 @@ def test_a_study_runs_each_cell_once(tmp_path: Path, nodes: FakeNodes, capsys: p
     first = capsys.readouterr()
     assert len(nodes.ran) == 5 and nodes.probes == 1
     assert (tmp_path / "a" / "study.png").read_bytes().startswith(b"\x89PNG")
-    assert "[2/5] 2 nodes x 1 rank, 100mbit, overlap: starting" in first.err
-    assert "[2/5] 2 nodes x 1 rank, 100mbit, overlap: step 100 ms (median), took 1 s" in first.err
+    assert "[2/5] 2 nodes x 1 rank, 100mbit, ddp overlap: starting" in first.err
+    assert "[2/5] 2 nodes x 1 rank, 100mbit, ddp overlap: step 100 ms (median), took 1 s" in first.err
     assert "100mbit" in first.out and "picture: " in first.out
 
     assert links(tmp_path / "a") == 0
@@ -101,7 +101,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(
     assert links(tmp_path / "a") == 1
     output = capsys.readouterr()
     (line,) = [line for line in output.err.splitlines() if "FAILED" in line]
-    assert "100mbit, flat: FAILED: node1 ended with exit code 1: no reason" in line and ".log" in line
+    assert "100mbit, ddp flat: FAILED: node1 ended with exit code 1: no reason" in line and ".log" in line
     assert len(nodes.ran) == 5 and "1gbit" in output.out
     results = orjson.loads((tmp_path / "a" / "study.json").read_bytes())
     assert [cell["status"] for cell in results["cells"]].count("failed") == 1 and results["status"] == "failed"
@@ -164,7 +164,33 @@ def test_where_links_cannot_be_limited_it_is_said_once_and_in_every_row(
     assert links(tmp_path / "a") == 0 and len(nodes.ran) == 8  # what ran without links does not count
 
 
-@pytest.mark.parametrize("name", ["ranks", "straggler", "links"])
+def test_what_is_left_out_is_said(tmp_path: Path, nodes: FakeNodes, capsys: pytest.CaptureFixture[str]) -> None:
+    options = Options(layouts="hsdp,tp", preset="small", links="1gbit", steps=2, cores_per_node=1)
+    assert study_command("layouts", options, tmp_path / "a") == 0
+    output = capsys.readouterr()
+    said = [line for line in output.err.splitlines() if "left out" in line]
+    assert [line.partition(":")[2].partition(":")[0] for line in said] == [
+        " hsdp is left out at 2 nodes x 1 rank",
+        " tp is left out at 2 nodes x 2 ranks",
+    ]
+    assert "num_heads 6 does not divide" in said[1]
+    assert [key.split("_")[5] for key in nodes.ran] == ["tp", "hsdp"]
+    results = orjson.loads((tmp_path / "a" / "study.json").read_bytes())
+    assert [each["layout"] for each in results["left_out"]] == ["hsdp", "tp"]
+    assert results["cells"][1]["axes"]["layout"] == "hsdp" and results["settings"]["preset"] == "small"
+
+
+def test_the_study_of_layouts_without_limited_links(
+    tmp_path: Path, nodes: FakeNodes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes.refused = "network namespaces are not permitted here"
+    assert study_command("layouts", Options(steps=2, cores_per_node=1), tmp_path / "a") == 0
+    output = capsys.readouterr()
+    assert "no link rates are compared" in output.err and len(nodes.ran) == 9
+    assert "2 nodes, 1 core a node, all unshaped" in output.out
+
+
+@pytest.mark.parametrize("name", ["ranks", "straggler", "links", "layouts"])
 def test_the_tables_fit_80_columns(
     name: str, tmp_path: Path, nodes: FakeNodes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +202,7 @@ def test_the_tables_fit_80_columns(
         "ranks": "2 x 2",
         "straggler": "found in forward/blocked of rank 1: 200.0 of the 200 ms planted",
         "links": "200mbit    overlap",
+        "layouts": "hsdp / fsdp at 2 x 2, 1gbit: bytes 0.250 (formula 0.250), step 0.57",
     }
     assert told[name] in tables
 
@@ -184,6 +211,7 @@ def test_what_every_cell_would_refuse_is_refused_first(tmp_path: Path, nodes: Fa
     for options, said in (
         (Options(preset="toi"), "did you mean 'toy'"),
         (Options(sequence_length=100_000), "--sequence-length 100000 is longer than the context of toy"),
+        (Options(model="num_leyers=2"), "did you mean 'num_layers'"),
         (Options(cores_per_node=100_000), "cores_per_node is 100000"),
     ):
         with pytest.raises(UserError, match=said):

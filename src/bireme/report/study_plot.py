@@ -16,24 +16,32 @@ if TYPE_CHECKING:
 _Object = dict[str, Any]
 
 _HIDDEN = "#B5E3D5"  # a pale TRANSFER: bytes that nobody waits for
+_FORMULA = "#EBCFDF"  # a pale ACCENT: bytes that a formula expects
 
 
 def plot_study(results: _Object, path: Path) -> None:
     """Write the picture to `path` (PNG), whole or not at all. `results` has at least one finished cell. OSError."""
     done = [each for each in results["cells"] if each["status"] == "finished"]
-    size = {"ranks": (12, 5.2), "straggler": (12, 5.2), "links": (max(13, 1.4 * len(done)), 9)}
-    with picture(path, *size[results["name"]]) as figure:
-        {"ranks": _ranks, "straggler": _straggler, "links": _links}[results["name"]](figure, results, done)
+    draw, width, height = {
+        "ranks": (_ranks, 12, 5.2),
+        "straggler": (_straggler, 12, 5.2),
+        "links": (_links, max(13, 1.4 * len(done)), 9),
+        "layouts": (_layouts, max(11, 0.8 * len(done)), 12),
+    }[results["name"]]
+    with picture(path, width, height) as figure:
+        draw(figure, results, done)
         figure.suptitle(plain(_title(results, done)), x=0.01, ha="left", weight="bold")
 
 
 def _title(results: _Object, done: Sequence[_Object]) -> str:
     settings = results["settings"]
     links = sorted({each["link"] for each in done if each["axes"]["nodes"] > 1})
-    link = f", {' and '.join(links)}" if links and (results["name"] != "links" or links == [UNSHAPED]) else ""
+    shown = results["name"] in ("links", "layouts") and links != [UNSHAPED]  # below the bars
+    link = f", {' and '.join(links)}" if links and not shown else ""
     nodes = f"{count(settings['nodes'], 'emulated node')} of {count(settings['cores_per_node'], 'core')}{link}"
     batch = count(settings["batch_per_rank"], "sequence")
-    return f"Study of {results['name']}: {nodes}, model {settings['preset']}, {batch} a rank"
+    model = f"{settings['preset']}{' ' if settings['model'] else ''}{settings['model'].replace(',', ' ')}"
+    return f"Study of {results['name']}: {nodes}, model {model}, {batch} a rank"
 
 
 # --- bars ---------------------------------------------------------------------------------------------------------
@@ -134,7 +142,7 @@ def _links(figure: "Figure", results: _Object, done: Sequence[_Object]) -> None:
 
     panels = figure.subplot_mosaic([["steps", "steps"], ["communication", "rates"]])
     steps, communication, rates = panels["steps"], panels["communication"], panels["rates"]
-    x = _places(done)
+    x = _places([_link_of(each) for each in done])
     _step_bars(steps, x, done)
     for place, entry in zip(x, done, strict=True):
         if entry.get("bound_ms") is not None:
@@ -168,12 +176,12 @@ def _link_of(entry: _Object) -> str:
     return "alone" if entry["axes"]["nodes"] == 1 else str(entry["link"])
 
 
-def _places(done: Sequence[_Object]) -> list[float]:
-    """Where each bar stands: the reductions of one link side by side, links apart."""
+def _places(groups: Sequence[str]) -> list[float]:
+    """Where each bar stands: those of one group side by side, groups apart."""
     x: list[float] = []
-    for index, entry in enumerate(done):
+    for index, group in enumerate(groups):
         if index:
-            x.append(x[-1] + (0.9 if _link_of(entry) == _link_of(done[index - 1]) else 1.4))
+            x.append(x[-1] + (0.9 if group == groups[index - 1] else 1.4))
         else:
             x.append(0.0)
     return x
@@ -181,14 +189,56 @@ def _places(done: Sequence[_Object]) -> list[float]:
 
 def _link_axes(axes: "Axes", title: str, x: Sequence[float], entries: Sequence[_Object], y_label: str) -> None:
     """Below each bar its reduction, and below those of one link the link."""
-    labels = ["one node" if _link_of(each) == "alone" else each["axes"]["reduction"] for each in entries]
-    _axes(axes, title, x, labels, y_label)
-    groups: dict[str, list[float]] = {}
-    for place, entry in zip(x, entries, strict=True):
-        groups.setdefault(_link_of(entry), []).append(place)
-    centres = [sum(places) / len(places) for places in groups.values()]
-    axes.set_xticks(centres, [f"\n{plain(link)}" for link in groups], minor=True)
-    axes.xaxis.remove_overlapping_locs = False  # a link with one bar has its name below that bar's
+    groups = [_link_of(each) for each in entries]
+    names = [
+        "one node" if group == "alone" else each["axes"]["reduction"]
+        for group, each in zip(groups, entries, strict=True)
+    ]
+    _grouped_axes(axes, title, x, names, groups, y_label)
+    axes.set_xlabel("when gradients are reduced, and the rate of each node's link")
+
+
+def _grouped_axes(
+    axes: "Axes", title: str, x: Sequence[float], names: Sequence[str], groups: Sequence[str], y_label: str
+) -> None:
+    """Below each bar its name, and below the bars of one group the group's."""
+    _axes(axes, title, x, names, y_label)
+    members: dict[str, list[float]] = {}
+    for place, group in zip(x, groups, strict=True):
+        members.setdefault(group, []).append(place)
+    centres = [sum(places) / len(places) for places in members.values()]
+    below = "\n" * max(1 + name.count("\n") for name in names)
+    axes.set_xticks(centres, [f"{below}{plain(group)}" for group in members], minor=True)
+    axes.xaxis.remove_overlapping_locs = False  # a group of one bar has its name below that bar's
     axes.tick_params(axis="x", which="minor", length=0, pad=8)
     axes.tick_params(axis="x", labelsize=9, which="both")
-    axes.set_xlabel("when gradients are reduced, and the rate of each node's link")
+
+
+def _layouts(figure: "Figure", results: _Object, done: Sequence[_Object]) -> None:
+    from matplotlib.patches import Patch
+
+    steps, traffic, memory = figure.subplots(3, 1)
+    names = [each["axes"]["layout"].replace(",", ",\n") for each in done]
+    groups = [f"{each['axes']['nodes']} x {each['axes']['ranks_per_node']}, {each['link']}" for each in done]
+    x = _places(groups)
+    _step_bars(steps, x, done)
+    _grouped_axes(steps, "Where a step's time goes", x, names, groups, "mean step, mean over ranks (ms)")
+
+    pairs = [(each["counted_link_bytes"], each["formula_link_bytes"]) for each in done]
+    highest = max((value or 0.0 for pair in pairs for value in pair), default=0.0) / 1e6 or 1.0
+    for place, pair in zip(x, pairs, strict=True):
+        for offset, value, colour in zip((-0.2, 0.2), pair, (ACCENT, _FORMULA), strict=True):
+            size = (value or 0.0) / 1e6
+            traffic.bar(place + offset, size, 0.4, color=colour, edgecolor="white", linewidth=0.8)
+            label = "n/a" if value is None else f"{size:.3g}"
+            traffic.text(place + offset, size + highest / 80, label, ha="center", va="bottom", fontsize=8)
+    title = "Bytes over a node's link, one direction: counted at the interface, and by the layout's formula"
+    traffic.set_ylim(0, highest * 1.1)
+    _grouped_axes(traffic, title, x, names, groups, "MB a step")
+
+    largest = [each["memory_bytes"]["max"] / 1e6 if each["memory_bytes"] else None for each in done]
+    _value_bars(memory, x, largest, "{:.0f}")
+    _grouped_axes(memory, "Memory of the largest rank, above what it had before the model", x, names, groups, "MB")
+    memory.set_xlabel("layout; nodes x ranks on each, and the rate of each node's link")
+    counted = [Patch(facecolor=ACCENT, label="bytes counted"), Patch(facecolor=_FORMULA, label="bytes by formula")]
+    part_legend(figure, counted)

@@ -17,7 +17,7 @@ from bireme.nodes import NodeGone, share_cores
 from bireme.record import Run
 from bireme.report.summary import summarise
 from bireme.study import runner
-from bireme.study.grid import Cell, Options, Study, study_of
+from bireme.study.grid import Cell, Options, Study, fitting_model, parse_model, study_of
 from bireme.study.results import study_results
 from bireme.study.store import PICTURE_FILE, Folder
 from bireme.study.tables import show
@@ -30,9 +30,11 @@ def study_command(name: str, options: Options, out: Path | None = None, json: bo
     cores = usable_cores()
     study = study_of(name, options, len(cores))
     _, warning = share_cores(cores, study.base.nodes, study.base.cores_per_node)
-    _check_model(study.base)
-    directory = out or Path("runs") / f"study-{name}"
     messages = Console(stderr=True, highlight=False, soft_wrap=True)
+    study = _check_model(study)
+    for each in study.left_out:
+        _say(messages, str(each))
+    directory = out or Path("runs") / f"study-{name}"
     with Folder(directory, study) as folder:
         if not all(folder.finished(cell) for cell in study.cells):
             if warning:
@@ -66,17 +68,21 @@ def _say(messages: Console, text: str) -> None:
     messages.print(Text(f"bireme study: {text}"))
 
 
-def _check_model(base: Cell) -> None:
-    """What every cell would refuse is refused before the first starts."""
-    if base.preset == Options().preset and base.sequence_length is None:
-        return  # PyTorch takes seconds to load
+def _check_model(study: Study) -> Study:
+    """What every cell would refuse is refused before the first starts; layouts that the model does not divide over are
+    left out."""
+    base = study.base
+    if study.name != "layouts" and base.preset == "toy" and not base.model and base.sequence_length is None:
+        return study  # PyTorch takes seconds to load
     from bireme.model import preset
 
-    context = preset(base.preset).sequence_length
+    model = preset(base.preset, **parse_model(base.model))
+    context = model.sequence_length
     if base.sequence_length is not None and base.sequence_length > context:
         raise UserError(
             f"--sequence-length {base.sequence_length} is longer than the context of {base.preset}, {context} tokens"
         )
+    return fitting_model(study, model, base.sequence_length or context) if study.name == "layouts" else study
 
 
 def _as_this_machine_can(study: Study, messages: Console) -> Study:
@@ -84,7 +90,8 @@ def _as_this_machine_can(study: Study, messages: Console) -> Study:
     reason = runner.why_unshaped()
     if reason is None:
         return study
-    left = ", so no link rates are compared: what runs is unlimited" if study.name == "links" else ""
+    varied = study.name in ("links", "layouts")
+    left = ", so no link rates are compared: what runs is unlimited" if varied else ""
     _say(messages, f"{reason}: nodes are plain processes on loopback{left}; every row is unshaped")
     return study.unshaped()
 

@@ -1,7 +1,7 @@
 """The studies as grids: which cells each is made of, and the key under which a cell is kept. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -9,7 +9,17 @@ from typing import Any
 from bireme.environment import UNSHAPED
 from bireme.errors import UserError, nearest
 from bireme.inject import Straggler
+from bireme.layout import (
+    LAYOUTS,
+    Layout,
+    Shape,
+    check_layout_text,
+    check_model,
+    parse_layout,
+    stages_per_rank,
+)
 from bireme.nodes import parse_rate
+from bireme.text import count
 
 WARM_UP_STEPS = 3
 MAX_STEPS = 1_000_000  # of one cell
@@ -31,6 +41,7 @@ class Cell:
     cores_per_node: int
     link: str  # a rate, or "unshaped" where nodes are plain processes
     reduction: str  # "overlap" or "flat"
+    layout: str = "ddp"
     straggler_delays_ms: tuple[float, ...] = ()  # they take turns step by step
     straggler_rank: int | None = None
     straggler_phase: str | None = None
@@ -38,10 +49,16 @@ class Cell:
     batch_per_rank: int  # sequences
     sequence_length: int | None = None  # None: the model's context
     steps: int  # measured ones
+    model: str = ""  # sizes that differ from the preset's, as in num_layers=8,embedding_dim=256
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def place(self) -> str:
+        """`2 nodes x 1 rank`."""
+        return f"{count(self.nodes, 'node')} x {count(self.ranks_per_node, 'rank')}"
 
     @property
     def key(self) -> str:
@@ -58,11 +75,10 @@ class Cell:
         return safe
 
     def __str__(self) -> str:
-        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
-        ranks = f"{self.ranks_per_node} rank{'s' if self.ranks_per_node > 1 else ''}"
         link = f", {self.link}" if self.nodes > 1 else ""
+        how = f"ddp {self.reduction}" if self.layout == "ddp" else self.layout
         delays = f", delays {','.join(map(_number, self.straggler_delays_ms))} ms" if self.straggler_delays_ms else ""
-        return f"{nodes} x {ranks}{link}, {self.reduction}{delays}"
+        return f"{self.place}{link}, {how}{delays}"
 
     def as_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -73,12 +89,14 @@ _KEY_LABELS = {
     "cores_per_node": "cores",
     "link": "",
     "reduction": "",
+    "layout": "",
     "straggler_delays_ms": "delays",
     "straggler_rank": "slow",
     "straggler_phase": "",
     "preset": "",
     "batch_per_rank": "batch",
     "sequence_length": "length",
+    "model": "",
 }
 
 
@@ -101,10 +119,24 @@ class Options:
     links: str | None = None
     delays: str | None = None
     phase: str | None = None
-    preset: str = "toy"
-    batch_per_rank: int = 8
+    layouts: str | None = None
+    preset: str | None = None
+    model: str | None = None
+    batch_per_rank: int | None = None
     sequence_length: int | None = None
-    steps: int = 20
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A layout that was asked for, and that cannot be on so many ranks."""
+
+    layout: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.layout} is left out at {self.place}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +146,7 @@ class Study:
     name: str
     base: Cell
     cells: tuple[Cell, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     def settings(self) -> dict[str, Any]:
         """What must stay as it is when the study goes on. What the study varies may get more values."""
@@ -130,14 +163,28 @@ VARIED: dict[str, tuple[str, ...]] = {
     "ranks": ("ranks_per_node",),
     "straggler": ("straggler_delays_ms",),
     "links": ("link", "reduction"),
+    "layouts": ("ranks_per_node", "link", "layout"),
 }
 
 # Options that only some studies know.
 _KNOWN_TO = {
     "link": ("ranks", "straggler"),
-    "links": ("links",),
+    "links": ("links", "layouts"),
+    "layouts": ("layouts",),
     "delays": ("straggler",),
     "phase": ("straggler",),
+}
+
+# What is trained where the user does not say.
+_TRAINING: dict[str, Any] = {"preset": "toy", "model": "", "batch_per_rank": 8, "sequence_length": None, "steps": 20}
+_OF_LAYOUTS: dict[str, Any] = {
+    # 6.4 M parameters, so that memory shows who holds what, in layers and heads that divide over four ranks; and few
+    # tokens, so that a tensor-parallel step does not take a minute on a slow link.
+    "preset": "toy",
+    "model": "num_layers=8,embedding_dim=256,feed_forward_dim=1024",
+    "batch_per_rank": 2,
+    "sequence_length": 64,
+    "steps": 6,
 }
 
 
@@ -145,7 +192,7 @@ def study_of(name: str, options: Options, cores: int) -> Study:
     """The study of that name, on a machine with so many usable cores. UserError for an unknown name, an option that the
     study does not have, lists that do not parse and sizes that cannot be."""
     if name not in VARIED:
-        raise UserError(f"there is no study {name!r}{nearest(name, list(VARIED))}: choose ranks, straggler or links")
+        raise UserError(f"there is no study {name!r}{nearest(name, list(VARIED))}: choose {', '.join(VARIED)}")
     for option, studies in _KNOWN_TO.items():
         if getattr(options, option) is not None and name not in studies:
             instead = "; it has --links" if option == "link" else ""
@@ -154,6 +201,11 @@ def study_of(name: str, options: Options, cores: int) -> Study:
         value = getattr(options, option)
         if value is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} is {value}: it must be at least 1")
+    training = dict(_OF_LAYOUTS if name == "layouts" else _TRAINING)
+    if options.preset is not None:
+        training["model"] = ""  # those sizes were another preset's
+    training |= {each: value for each in training if (value := getattr(options, each)) is not None}
+    training["model"] = ",".join(f"{each}={size}" for each, size in parse_model(training["model"]).items())
     base = Cell(
         nodes=options.nodes,
         ranks_per_node=1,
@@ -161,21 +213,22 @@ def study_of(name: str, options: Options, cores: int) -> Study:
         cores_per_node=options.cores_per_node or max(1, cores // options.nodes),
         link=parse_links(_given(options.link, "1gbit"), "--link", most=1)[0],
         reduction="overlap",
-        preset=options.preset,
-        batch_per_rank=options.batch_per_rank,
-        sequence_length=options.sequence_length,
-        steps=options.steps,
+        **training,
     )
-    build = {"ranks": _ranks, "straggler": _straggler, "links": _links}[name]
+    build = {"ranks": _ranks, "straggler": _straggler, "links": _links, "layouts": _layouts}[name]
     study = build(base, options)
     for cell in study.cells:
         if cell.steps > MAX_STEPS:
             raise UserError(f"--steps is {options.steps}: that is more than {MAX_STEPS} steps in a cell")
-        if cell.ranks > MAX_RANKS:
-            raise UserError(
-                f"{cell.nodes} nodes x {cell.ranks_per_node} ranks are {cell.ranks} ranks: at most {MAX_RANKS} can be"
-            )
+        _check_ranks(cell)
     return study
+
+
+def _check_ranks(cell: Cell) -> None:
+    if cell.ranks > MAX_RANKS:
+        raise UserError(
+            f"{cell.nodes} nodes x {cell.ranks_per_node} ranks are {cell.ranks} ranks: at most {MAX_RANKS} can be"
+        )
 
 
 def _ranks(base: Cell, options: Options) -> Study:
@@ -196,15 +249,80 @@ def _straggler(base: Cell, options: Options) -> Study:
     return Study(name="straggler", base=base, cells=(cell,))
 
 
-def _links(base: Cell, options: Options) -> Study:
+def _check_two_nodes(base: Cell, name: str) -> None:
     if base.nodes < 2:
-        raise UserError("the study of links needs two nodes: with one, nothing crosses a link; give --nodes 2")
+        raise UserError(f"the study of {name} needs two nodes: with one, nothing crosses a link; give --nodes 2")
+
+
+def _links(base: Cell, options: Options) -> Study:
+    _check_two_nodes(base, "links")
     (ranks,) = parse_ranks_list(_given(options.ranks, "1"), most=1)
     base = replace(base, ranks_per_node=ranks)
     cells = [replace(base, nodes=1, link=UNLIMITED)]
     for link in parse_links(_given(options.links, "100mbit,200mbit,1gbit,unlimited"), "--links"):
         cells += [replace(base, link=link, reduction=reduction) for reduction in ("overlap", "flat")]
     return Study(name="links", base=base, cells=tuple(cells))
+
+
+def _layouts(base: Cell, options: Options) -> Study:
+    _check_two_nodes(base, "layouts")
+    wanted = parse_layouts(_given(options.layouts, ",".join(LAYOUTS)))
+    links = parse_links(_given(options.links, "200mbit,1gbit"))
+    cells: dict[Cell, None] = {}
+    left_out: list[LeftOut] = []
+    for ranks in parse_ranks_list(_given(options.ranks, "1,2")):
+        there = replace(base, ranks_per_node=ranks)
+        _check_ranks(there)
+        fitting = []
+        for text in wanted:
+            try:
+                fitting.append(layout_name(text, there))
+            except UserError as error:
+                left_out.append(LeftOut(layout=text, place=there.place, reason=str(error)))
+        cells |= dict.fromkeys(replace(there, link=link, layout=name) for link in links for name in fitting)
+    return _some_left(Study(name="layouts", base=base, cells=tuple(cells), left_out=tuple(left_out)))
+
+
+def _nodes_of(cell: Cell) -> list[range]:
+    return [range(first, first + cell.ranks_per_node) for first in range(0, cell.ranks, cell.ranks_per_node)]
+
+
+def layout_name(text: str, cell: Cell) -> str:
+    """The layout's one name on the nodes of this cell: `fsdp` for `shard=4`. UserError when it cannot be there."""
+    nodes = _nodes_of(cell)
+    layout = parse_layout(text, nodes)
+    if text == "hsdp" and 1 in (layout.dp_replicate, layout.dp_shard):
+        raise UserError("with one rank on a node there is nothing to shard inside it; that is ddp")
+    names = {_layout_or_none(name, nodes): name for name in reversed(LAYOUTS)}
+    return names.get(layout) or ",".join(f"{name}={size}" for name, size in layout.mesh_sizes.items())
+
+
+def _layout_or_none(name: str, nodes: Sequence[range]) -> Layout | None:
+    try:
+        return parse_layout(name, nodes)
+    except UserError:
+        return None
+
+
+def fitting_model(study: Study, model: Shape, length: int) -> Study:
+    """The study without the layouts over which a model of this shape does not divide (`length`: tokens of a sequence).
+    UserError when none is left."""
+    cells, left_out = [], dict.fromkeys(study.left_out)
+    for cell in study.cells:
+        layout = parse_layout(cell.layout, _nodes_of(cell))
+        try:
+            check_model(layout, model, length)
+            stages_per_rank(layout, "1f1b", None, model.num_layers)
+            cells.append(cell)
+        except UserError as error:
+            left_out[LeftOut(layout=cell.layout, place=cell.place, reason=str(error))] = None
+    return _some_left(replace(study, cells=tuple(cells), left_out=tuple(left_out)))
+
+
+def _some_left(study: Study) -> Study:
+    if not study.cells:
+        raise UserError(f"none of the --layouts fits: {study.left_out[0]}")
+    return study
 
 
 # --- lists on the command line ------------------------------------------------------------------------------------
@@ -258,3 +376,38 @@ def parse_delays(text: str, phase: str, ranks: int) -> tuple[tuple[float, ...], 
     if len(delays) < 2:
         raise UserError(f"--delays {text!r}: a line needs two different delays, as in 0,100")
     return delays, straggler.phase
+
+
+def parse_layouts(text: str) -> list[str]:
+    """`ddp,fsdp`, and with sizes `ddp,fsdp;pp=2,shard=2;tp=4`: layouts, each once. Commas part names; a layout that is
+    written as sizes has commas of its own, so it stands between semicolons."""
+    layouts: list[str] = []
+    for part in text.split(";"):
+        names = _parts(part, "--layouts", "ddp,fsdp;pp=2,shard=2", None)
+        sizes = ["=" in name for name in names]
+        if any(sizes) and not all(sizes):
+            raise UserError(
+                f"--layouts {text!r}: put semicolons around a layout that is written as sizes, as in "
+                "'ddp,fsdp;pp=2,shard=2'"
+            )
+        try:
+            layouts += map(check_layout_text, [part] if any(sizes) else names)
+        except UserError as error:
+            raise UserError(f"--layouts: {error}") from None
+    return list(dict.fromkeys(layouts))
+
+
+def parse_model(text: str) -> dict[str, int]:
+    """`num_layers=8,embedding_dim=256`: sizes of a model's shape, by field. Whether there is such a field is the
+    model's to say."""
+    sizes = {}
+    for part in _parts(text, "--model", "num_layers=8,embedding_dim=256", None) if text else ():
+        name, _, size = part.partition("=")
+        name = name.strip().replace("-", "_")
+        size = size.strip()
+        if not name.isidentifier() or not size.isascii() or not size.isdigit() or len(size) > 10:
+            raise UserError(f"--model {text!r}: {part!r} is no size of a model: write num_layers=8,embedding_dim=256")
+        if name in sizes:
+            raise UserError(f"--model {text!r}: {name} is there twice")
+        sizes[name] = int(size)
+    return sizes

@@ -1,6 +1,7 @@
 """From the runs of a study's cells to its results: numbers, and the bound they are held against. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from bireme.environment import UNSHAPED
@@ -9,6 +10,7 @@ from bireme.nodes import parse_rate
 from bireme.record import Run
 from bireme.report.summary import summarise
 from bireme.study.grid import Cell, Study
+from bireme.study.layouts import compare_layouts, formula_link_bytes, link_traffic, memory_numbers, unknown
 from bireme.study.rows import fit_line, rows_from_run
 
 _Object = dict[str, Any]
@@ -33,6 +35,8 @@ def study_results(
         if cell in finished:
             conditions, run = finished[cell]
             entry |= {"status": "finished", "run": f"cells/{cell.key}", **conditions, **cell_numbers(cell, run)}
+            if study.name == "layouts":
+                entry |= link_traffic(run) | memory_numbers(run)
         elif cell in failed:
             entry |= {"status": "failed", "reason": failed[cell], "log": f"cells/{cell.key}.log"}
         cells.append(entry)
@@ -46,6 +50,9 @@ def study_results(
                 results["sweep"] = straggler_sweep(finished[cell][1])
         if results["sweep"] is None:
             results["sweep_reason"] = "the run is not finished"
+    elif study.name == "layouts":
+        results["left_out"] = [asdict(each) for each in study.left_out]
+        results |= compare_layouts(cells)
     else:
         _add_bound(cells)
     return results
@@ -59,7 +66,7 @@ def cell_numbers(cell: Cell, run: Run) -> _Object:
         numbers |= {each: summary[each] for each in (name, f"{name}_reason") if each in summary}
     named = (summary["compute_ms"], summary["contention_ms"], *_split(summary))
     numbers["other_ms"] = summary["step_ms"]["mean"] - sum(value or 0.0 for value in named)
-    return numbers | link_numbers(summary, cell.link)
+    return numbers | link_numbers(summary, cell, formula_link_bytes(run))
 
 
 def _split(summary: _Object) -> tuple[float | None, float | None]:
@@ -76,7 +83,7 @@ def link_bytes(collectives: Sequence[_Object], nodes: Sequence[_Object]) -> floa
     sends 2(n-1)/n N from each rank to the next; of the pairs of neighbours only the last rank of a node and the first
     of the next lie on two nodes, so every node's link carries 2(n-1)/n N out and as much in, however many ranks the
     node has: N with two nodes of one rank, 2(2g-1)/(2g) N with two nodes of g. The factor is that of the bus bandwidth,
-    which holds for what a ring runs: all-reduce, all-gather, reduce-scatter (the trainer uses all-reduce alone).
+    which holds for what a ring runs: all-reduce, all-gather, reduce-scatter (DDP uses all-reduce alone).
     Collectives inside a node cross no link; those of several groups add up.
     """
     most = 0.0
@@ -102,28 +109,30 @@ def link_rate(link: str) -> int | None:
     return None if link == UNSHAPED else parse_rate(link)
 
 
-def link_numbers(summary: _Object, link: str) -> _Object:
-    """Bytes over a node's link, the rate at which they went, and its share of the link's."""
+def link_numbers(summary: _Object, cell: Cell, carried: float | None) -> _Object:
+    """Bytes over a node's link, the rate at which they went, and its share of the link's. `carried`: the bytes by the
+    trainer's formula; a run of before there was one says what it observed, in which only DDP's ring is understood."""
     names = ("link_bytes", "link_bit_per_s", "link_share")
     split = summary["communication_ms"]
-    if summary["collectives"] is None or split["transfer"] is None:
-        return _unknown(names, summary.get("collectives_reason") or split["transfer_reason"])
-    carried = link_bytes(summary["collectives"], summary["nodes"])
-    busy_ms = split["transfer"] + split["hidden_transfer"]
+    if carried is None:
+        if cell.layout != "ddp":
+            return unknown(names, "the run does not say what its layout sends")
+        if summary["collectives"] is None:
+            return unknown(names, summary["collectives_reason"])
+        carried = link_bytes(summary["collectives"], summary["nodes"])
     numbers: _Object = {"link_bytes": carried}
     if not carried:
-        return numbers | _unknown(names[1:], "nothing crosses a link")
+        return numbers | unknown(names[1:], "nothing crosses a link")
+    if split["transfer"] is None:
+        return numbers | unknown(names[1:], split["transfer_reason"])
+    busy_ms = split["transfer"] + split["hidden_transfer"]
     if busy_ms <= 0:
-        return numbers | _unknown(names[1:], "no transfer time is known")
+        return numbers | unknown(names[1:], "no transfer time is known")
     numbers["link_bit_per_s"] = 8e3 * carried / busy_ms
-    rate = link_rate(link)
+    rate = link_rate(cell.link)
     if rate is None:
-        return numbers | _unknown(names[2:], f"the link is {link}")
+        return numbers | unknown(names[2:], f"the link is {cell.link}")
     return numbers | {"link_share": numbers["link_bit_per_s"] / rate}
-
-
-def _unknown(names: Sequence[str], reason: str) -> _Object:
-    return {key: value for name in names for key, value in ((name, None), (f"{name}_reason", reason))}
 
 
 def _add_bound(cells: Sequence[_Object]) -> None:
@@ -133,9 +142,9 @@ def _add_bound(cells: Sequence[_Object]) -> None:
             continue
         names = ("bound_ms", "step_over_bound")
         if alone is None:
-            entry |= _unknown(names, "one node alone was not measured")
+            entry |= unknown(names, "one node alone was not measured")
         elif entry["link_bytes"] is None:
-            entry |= _unknown(names, entry["link_bytes_reason"])
+            entry |= unknown(names, entry["link_bytes_reason"])
         else:
             least = bound_ms(alone["compute_ms"], entry["link_bytes"], link_rate(entry["axes"]["link"]))
             entry |= {"bound_ms": least, "step_over_bound": entry["step_ms"]["median"] / least}
@@ -153,7 +162,7 @@ def _add_efficiency(cells: Sequence[_Object]) -> None:
         if alone and entry["tokens_per_s_global"]:
             entry["efficiency"] = entry["tokens_per_s_global"] / count / alone
         else:
-            entry |= _unknown(["efficiency"], "one rank alone, or this run, has no tokens/s")
+            entry |= unknown(["efficiency"], "one rank alone, or this run, has no tokens/s")
 
 
 # --- a straggler --------------------------------------------------------------------------------------------------
@@ -165,7 +174,7 @@ def straggler_sweep(run: Run) -> _Object:
     slow = rows[0].straggler_rank
     names = ("delays", "step_fit", "wait_fit", "found", "rank", "phase")
     if slow is None or len(rows) < 2:
-        return _unknown(names, "the run recorded fewer than two delays")
+        return unknown(names, "the run recorded fewer than two delays")
     ledgers: list[_Object] = [_ledger_at(run, row.straggler_ms) for row in rows]
     phase, state, growth_ms = largest_growth(ledgers[0][str(slow)], ledgers[-1][str(slow)])
     delays = []
@@ -193,7 +202,7 @@ def straggler_sweep(run: Run) -> _Object:
         "step_fit": _fit(x, [each["step_ms"] for each in delays]),
     }
     if len(waits) < len(x):
-        return result | _unknown(["wait_fit"], "collectives were not observed")
+        return result | unknown(["wait_fit"], "collectives were not observed")
     return result | {"wait_fit": _fit(x, waits)}
 
 

@@ -13,10 +13,11 @@ from bireme.errors import UserError
 from bireme.nodes import EmulatedCluster, NodeProcess, how_it_ended, torchrun_command, wait_for_all, why_unshaped
 from bireme.record import STEPS_FILE, read_run
 from bireme.report.summary import measured_steps
-from bireme.study.grid import UNLIMITED, WARM_UP_STEPS, Cell
+from bireme.study.grid import UNLIMITED, WARM_UP_STEPS, Cell, parse_model
 
 _OTHERS_MAY_GO_ON_S = 15.0  # when one node has failed
 _STOP_WITHIN_S = 15.0  # after Ctrl-C; the trainer itself needs at most 9
+_SHORT_STEPS = 20  # in twice the trainer's ten steps between readings of the interfaces a whole window lies
 
 
 __all__ = ["CellFailed", "run_cell", "why_unshaped"]
@@ -30,13 +31,17 @@ def trainer_arguments(cell: Cell, run_directory: Path) -> list[str]:
     """What torchrun is to start on every node."""
     arguments = [
         *("-m", "bireme", "train", "--run-dir", str(run_directory)),
-        *("--preset", cell.preset, f"--{'' if cell.reduction == 'overlap' else 'no-'}overlap"),
+        *("--layout", cell.layout, "--preset", cell.preset, f"--{'' if cell.reduction == 'overlap' else 'no-'}overlap"),
         *("--global-batch-size", str(cell.batch_per_rank * cell.ranks)),
         *("--steps", str(WARM_UP_STEPS + cell.steps), "--skip-steps", str(WARM_UP_STEPS)),
         *("--threads", "1", "--device", "cpu", "--evaluate-every", "0", "--peak-seconds", "0"),
     ]
     if cell.sequence_length is not None:
         arguments += ["--sequence-length", str(cell.sequence_length)]
+    if cell.steps < _SHORT_STEPS:  # the first reading is after one step; then one where the warm-up ends
+        arguments += ["--exchange-every", str(WARM_UP_STEPS - 1)]
+    for name, size in parse_model(cell.model).items():
+        arguments += [f"--model.{name.replace('_', '-')}", str(size)]
     return arguments
 
 

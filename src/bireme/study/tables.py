@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _Object = dict[str, Any]
-_NAMES = ("link", "reduction", "nodes x\nranks")
+_NAMES = ("link", "reduction", "layout", "nodes x\nranks")
 
 
 def show(results: _Object, console: "Console") -> None:
     """Prints the tables of a study, and what they come to."""
     done = [each for each in results["cells"] if each["status"] == "finished"]
     if done:
-        {"ranks": _ranks, "straggler": _straggler, "links": _links}[results["name"]](results, done, console)
+        {"ranks": _ranks, "straggler": _straggler, "links": _links, "layouts": _layouts}[results["name"]](
+            results, done, console
+        )
 
 
 def _table(*columns: tuple[str, str]) -> "Table":
@@ -40,11 +42,15 @@ def _conditions(results: _Object, done: Sequence[_Object]) -> str:
     cores = f"{count(axes['cores_per_node'], 'core')} a node"
     links = sorted({each["link"] for each in done if each["axes"]["nodes"] > 1})
     parts = [f"{count(axes['nodes'], 'node')}, {cores}"]
-    if results["name"] != "links" and links:
+    if results["name"] not in ("links", "layouts") and links:
         parts.append(f"link {' and '.join(links)}")
     elif links == [UNSHAPED]:
         parts.append("all unshaped")
-    return ", ".join([*parts, f"{axes['preset']}, {count(axes['batch_per_rank'], 'sequence')} a rank"])
+    if axes["sequence_length"] is not None:
+        parts.append(f"{axes['preset']}, {axes['batch_per_rank']} x {axes['sequence_length']} tokens a rank")
+    else:
+        parts.append(f"{axes['preset']}, {count(axes['batch_per_rank'], 'sequence')} a rank")
+    return ", ".join(parts)
 
 
 def _print(console: "Console", *lines: str) -> None:
@@ -190,3 +196,88 @@ def _links(results: _Object, done: Sequence[_Object], console: "Console") -> Non
         "ms a step, mean over ranks; exposed: transfer + wait. bytes: over a node's link",
         "in each direction; rate: bytes / (transfer + hidden transfer).",
     )
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------
+
+
+def _layouts(results: _Object, done: Sequence[_Object], console: "Console") -> None:
+    _print(console, f"layouts: {_conditions(results, done)}")
+    if results["settings"]["model"]:
+        _print(console, f"model: {results['settings']['preset']} with {results['settings']['model']}")
+    by_ranks: dict[int, list[_Object]] = {}
+    for each in done:
+        by_ranks.setdefault(each["axes"]["ranks_per_node"], []).append(each)
+    for ranks, entries in by_ranks.items():
+        where = f"{count(results['settings']['nodes'], 'node')} x {count(ranks, 'rank')}"
+        times = _table(
+            ("link", ""),
+            ("layout", ""),
+            ("step", ""),
+            ("p10", ""),
+            ("p90", ""),
+            ("exposed", "transfer"),
+            ("hidden", ""),
+            ("conten-\ntion", "runnable"),
+        )
+        costs = _table(
+            ("link", ""),
+            ("layout", ""),
+            ("bytes\ncounted", ""),
+            ("bytes\nformula", ""),
+            ("counted /\nformula", ""),
+            ("memory\na rank", ""),
+            ("tokens/s\n(global)", ""),
+        )
+        for each in entries:
+            step, split, ratio = each["step_ms"], each["communication_ms"], each["counted_over_formula"]
+            names = (safe(each["link"]), safe(each["axes"]["layout"]))
+            times.add_row(
+                *names,
+                *(ms(step[name]) for name in ("median", "p10", "p90")),
+                "n/a" if split["transfer"] is None else ms(split["transfer"] + split["wait"]),
+                ms(split["hidden"]),
+                ms(each["contention_ms"]),
+            )
+            costs.add_row(
+                *names,
+                *(_bytes(each[name]) for name in ("counted_link_bytes", "formula_link_bytes")),
+                "n/a" if ratio is None else f"{ratio:.3f}",
+                _bytes((each["memory_bytes"] or {}).get("max")),
+                _per_s(each["tokens_per_s_global"]),
+            )
+        _print(console, "", f"{where}:")
+        console.print(times)
+        _print(console, "")
+        console.print(costs)
+    _print(
+        console,
+        "",
+        "step: median; exposed (transfer + wait), hidden, contention: mean over ranks.",
+        "bytes: a step, over the link of the busiest node in one direction; memory: the",
+        "largest rank's peak above what it had before the model was built.",
+        *_what_layouts_come_to(results),
+    )
+
+
+def _bytes(value: float | None) -> str:
+    return "n/a" if value is None else scaled(value)
+
+
+def _what_layouts_come_to(results: _Object) -> list[str]:
+    lines = [f"fastest at {_place(each)}: {each['layout']}, {ms(each['step_ms'])} ms" for each in results["fastest"]]
+    for each in results["hsdp_over_fsdp"]:
+        counted, formula = each["counted_link_bytes"], each["formula_link_bytes"]
+        carried = "n/a" if counted is None else f"{counted:.3f}"
+        expected = "" if formula is None else f" (formula {formula:.3f})"
+        lines.append(f"hsdp / fsdp at {_place(each)}: bytes {carried}{expected}, step {each['step']:.2f}")
+    ratio = results["counted_over_formula"]
+    if ratio is None:
+        lines.append(f"counted / formula: n/a: {results['counted_over_formula_reason']}")
+    else:
+        lines.append(f"counted / formula: {ratio['min']:.3f} to {ratio['max']:.3f} in {count(ratio['cells'], 'cell')}")
+    return lines
+
+
+def _place(each: _Object) -> str:
+    return f"{each['nodes']} x {each['ranks_per_node']}, {each['link']}"
