@@ -32,7 +32,8 @@ def test_the_object_has_the_fields_of_the_design(make_run: MakeRun, balanced_ste
     assert list(summary) == [
         *("world_size", "nodes", "steps", "step_ms", "tokens_per_s_global", "mfu", "ledger_ms", "compute_ms"),
         *("contention_ms", "communication_ms", "communication_share", "collectives", "closure_error_ns", "clamped_ms"),
-        *("unlocated_ms", "unmatched", "overhead", "loss", "verdicts", "verdicts_reason", "host", "notes"),
+        *("unlocated_ms", "unmatched", "overhead", "loss", "verdicts", "verdicts_reason"),
+        *("link_traffic", "memory", "host", "notes"),
     ]
     assert list(summary["ledger_ms"]) == ["0", "1"]
     for cells in summary["ledger_ms"].values():

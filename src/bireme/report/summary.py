@@ -12,6 +12,7 @@ from typing import Any
 from bireme.errors import UserError
 from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, bus_bandwidth_factor
 from bireme.record import Run, is_number
+from bireme.report.resources import link_traffic, memory_numbers
 from bireme.text import name_ranks
 
 MFU_CONVENTION = "full attention, head once, embedding 0, no recomputation"
@@ -79,6 +80,8 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
             loss = {**(loss or {}), f"{name}_reason": str(step["loss_reason"])}
     summary |= _or_reason("loss", loss, None if losses else "no loss was recorded")
     summary |= {"verdicts": None, "verdicts_reason": "this version computes no verdicts"}
+    summary["link_traffic"] = link_traffic(run, {step["step"] for step in measured})
+    summary["memory"] = memory_numbers(run)
     summary["host"] = _host(run)
     summary["notes"] = _notes(run)
     return summary

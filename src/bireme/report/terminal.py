@@ -62,7 +62,7 @@ def render(summary: dict[str, Any], run: Run, console: "Console") -> None:
         f"{overhead['background_ms']:.3f} in the background"
     )
     line(_closure(summary))
-    for text in host_lines(summary):
+    for text in (*resource_lines(summary), *host_lines(summary)):
         line(text)
     for note in summary["notes"]:
         line(f"note: {safe(note)}")
@@ -248,6 +248,26 @@ def _closure(summary: dict[str, Any]) -> str:
     if summary["unlocated_ms"] is not None:
         text += f", unlocated {summary['unlocated_ms']:+.3f} ms"
     return text + (f", {summary['unmatched']} collectives unmatched" if summary["unmatched"] else "")
+
+
+def resource_lines(summary: dict[str, Any]) -> list[str]:
+    """What crossed the busiest node's link, counted and by formula, and the most memory that a rank had."""
+    lines = []
+    traffic, memory = summary["link_traffic"], summary["memory"]
+    if traffic["formula_link_bytes"]:
+        text = f"bytes over a node's link: {scaled(traffic['formula_link_bytes'])} a step by the layout's formula"
+        if traffic["counted_link_bytes"] is not None:
+            share = percent(traffic["counted_over_formula"])
+            text += f", {scaled(traffic['counted_link_bytes'])} counted by its interface ({share})"
+        lines.append(text)
+    if memory["peak_rss_bytes"] is not None:
+        peaks = memory["peak_rss_bytes"]["per_rank"]
+        text = f"memory: peak {scaled(max(peaks))} a rank" + (f", least {scaled(min(peaks))}" if len(peaks) > 1 else "")
+        if memory["memory_bytes"] is not None:
+            most = scaled(memory["memory_bytes"]["max"])
+            text += f"; {most} on the GPU" if memory["on_device"] else f"; {most} of it came with the model"
+        lines.append(text)
+    return lines
 
 
 def host_lines(summary: dict[str, Any]) -> list[str]:

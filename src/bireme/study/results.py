@@ -8,9 +8,10 @@ from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES, bus_bandwidth_factor
 from bireme.nodes import parse_rate
 from bireme.record import Run
+from bireme.report.resources import formula_link_bytes, unknown
 from bireme.report.summary import summarise
 from bireme.study.grid import Cell, Study
-from bireme.study.layouts import compare_layouts, formula_link_bytes, link_traffic, memory_numbers, unknown
+from bireme.study.layouts import compare_layouts
 from bireme.study.rows import fit_line, rows_from_run
 
 _Object = dict[str, Any]
@@ -36,7 +37,8 @@ def study_results(
             conditions, run = finished[cell]
             entry |= {"status": "finished", "run": f"cells/{cell.key}", **conditions, **cell_numbers(cell, run)}
             if study.name == "layouts":
-                entry |= link_traffic(run) | memory_numbers(run)
+                summary = summarise(run)
+                entry |= summary["link_traffic"] | summary["memory"]
         elif cell in failed:
             entry |= {"status": "failed", "reason": failed[cell], "log": f"cells/{cell.key}.log"}
         cells.append(entry)
