@@ -155,48 +155,61 @@ def both_models_otherwise(**fixed: Any) -> list[Case]:
     return [Case(base=base, tied=base != "toy", **fixed) for base in BASES]
 
 
-def several(layout: Layout) -> list[Case]:
+# The suite takes one model of each kind; all of them are for `make test-all`.
+every_model = pytest.mark.parametrize(
+    "thorough", [pytest.param(False, id="some"), pytest.param(True, id="all", marks=pytest.mark.slow)]
+)
+
+
+def several(layout: Layout, thorough: bool) -> list[Case]:
     """Without a pipeline: with and without accumulation, and with recomputation."""
-    return [
+    cases = [
         *both_models(layout=layout),
         *both_models_otherwise(layout=layout, micro_batches=4),
         *both_models(layout=layout, micro_batches=2, options={"activation_checkpointing": "full"}),
     ]
+    return cases if thorough else [cases[0], cases[2 if layout.tp == 1 else 5]]
 
 
 @needs_hooks
+@every_model
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ddp_and_its_flat_counterpart(size: int, ranks: Ranks) -> None:
+def test_ddp_and_its_flat_counterpart(size: int, ranks: Ranks, thorough: bool) -> None:
     layout = Layout(dp_replicate=size)
-    flat = [Case(layout=layout, micro_batches=each, options={"overlap": False}) for each in (1, 4)]
+    flat = Case(layout=layout, micro_batches=4, options={"overlap": False})
     small_buckets = Case(layout=layout, options={"bucket_mb": 0.02})
-    hold_against_hooks(ranks, [*several(layout), *flat, small_buckets])
+    hold_against_hooks(ranks, [*several(layout, thorough), flat, small_buckets])
 
 
 @needs_hooks
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=3), Layout(dp_shard=4)], ids=str)
-def test_fsdp(layout: Layout, ranks: Ranks) -> None:
+@every_model
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_fsdp(shards: int, ranks: Ranks, thorough: bool) -> None:
+    layout = Layout(dp_shard=shards)
     kept = [
         Case(layout=layout, micro_batches=each, base=base, options={"reshard_after_forward": False})
         for each, base in zip((1, 4), BASES, strict=True)
     ]
-    hold_against_hooks(ranks, [*several(layout), *kept])
+    hold_against_hooks(ranks, [*several(layout, thorough), *kept[0 if thorough else 1 :]])
 
 
 @needs_hooks
-def test_hsdp(ranks: Ranks) -> None:
+@every_model
+def test_hsdp(ranks: Ranks, thorough: bool) -> None:
     layout = Layout(dp_replicate=2, dp_shard=2)
     kept = Case(layout=layout, micro_batches=2, options={"reshard_after_forward": False})
-    hold_against_hooks(ranks, [*several(layout), kept])
+    hold_against_hooks(ranks, [*several(layout, thorough), kept])
 
 
 @needs_hooks
+@every_model
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_replicate=2, tp=2), Layout(dp_shard=2, tp=2)], ids=str)
-def test_tensor_parallel(layout: Layout, ranks: Ranks) -> None:
-    hold_against_hooks(ranks, several(layout))
+def test_tensor_parallel(layout: Layout, ranks: Ranks, thorough: bool) -> None:
+    hold_against_hooks(ranks, several(layout, thorough))
 
 
 @needs_hooks
+@pytest.mark.slow
 def test_tensor_parallel_over_all_ranks(ranks: Ranks) -> None:
     hold_against_hooks(ranks, [Case(layout=Layout(tp=4), micro_batches=each, tied=each == 1) for each in (1, 4)])
 
@@ -211,8 +224,15 @@ PIPELINES = [
 
 
 @needs_hooks
+@every_model
 @pytest.mark.parametrize("layout", PIPELINES, ids=str)
-def test_pipeline(layout: Layout, ranks: Ranks) -> None:
+def test_pipeline(layout: Layout, ranks: Ranks, thorough: bool) -> None:
+    if not thorough:
+        several_ranks = (
+            [] if layout.pp > 2 else [Case(layout=layout, base="toy-llama", micro_batches=2, schedule="interleaved")]
+        )
+        hold_against_hooks(ranks, [Case(layout=layout, micro_batches=4), *several_ranks])
+        return
     cases = [
         *both_models(layout=layout, micro_batches=4, schedule="gpipe"),
         *both_models_otherwise(layout=layout, micro_batches=4, schedule="1f1b"),
