@@ -1,8 +1,9 @@
 """Sees every collective of the observed process groups: when it was issued, when it finished, who waited for it.
 
 One pre hook and one post hook on each group (torch 2.14) see eager, asynchronous and functional collectives, DDP's
-reducer, FSDP2 and DTensor. `Work.wait` is replaced while observing: it shows every wait made from Python, and the
-finish of works that have no future (reduce-scatter, send and receive on gloo).
+reducer, FSDP2 and DTensor. `Work.wait`, and `wait_tensor` of functional collectives (DTensor's), are replaced while
+observing: they show every wait made from Python, and the finish of works that have no future (reduce-scatter, send and
+receive on gloo).
 """
 
 import sys
@@ -10,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import Work
 
 try:
@@ -83,7 +84,8 @@ class CollectiveObserver:
         self.failure: str | None = None
         self._issued: list[Span] = []
         self._waited_for: dict[int, tuple[Any, Span]] = {}  # id(work): the work is kept alive, its id cannot recur
-        self._second_waiter: _SecondWaiter | None = None
+        self._without_future: set[tuple[int, str]] = set()
+        self._outputs: dict[int, Span] = {}  # functional collectives by the address of what they fill
         self.thread = threading.get_ident()
         self._groups = groups
         for index, group in groups.items():
@@ -103,8 +105,7 @@ class CollectiveObserver:
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
         self._waited_for.clear()
-        if self._second_waiter is not None:
-            self._second_waiter.close()
+        self._outputs.clear()
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
@@ -119,6 +120,7 @@ class CollectiveObserver:
         now_ns = time.perf_counter_ns
         note_issue = self._note_issue
         waited_for = self._waited_for
+        outputs = self._outputs
 
         def before(args: Any) -> None:
             nonlocal sequence, open_span
@@ -148,6 +150,11 @@ class CollectiveObserver:
                 if note_issue is not None:
                     note_issue(open_span)
                 self._issued.append(open_span)
+                if origin is IN_PLACE:
+                    for tensor in args.output_tensors or args.input_tensors:  # an all-reduce fills its input
+                        outputs[tensor.data_ptr()] = open_span
+                    if len(outputs) > _MOST_WAITED_FOR:
+                        outputs.pop(next(iter(outputs)), None)
             except Exception as error:
                 self._fail(error)
             self.overhead_ns += now_ns() - entered_ns
@@ -179,18 +186,17 @@ class CollectiveObserver:
         """Notes the finish when the work's future is done: on one of gloo's threads, as soon as it gets the GIL."""
         if not async_op:
             return  # the caller waits at once, and the end of that wait is the finish
-        try:
-            future = work.get_future()
-        except RuntimeError:
-            # Reduce-scatter, send, receive: the caller's own wait shows the finish, unless it is made in C++.
+        future = None
+        if (span.group, span.operation) not in self._without_future:
+            try:
+                future = work.get_future()
+            except RuntimeError:  # an error with a C++ stack is slow to make: asked once only
+                self._without_future.add((span.group, span.operation))
+        if future is None:
+            # Reduce-scatter, send, receive on gloo: the caller's own wait shows the finish, unless it is made in C++.
             span.seen = span.origin == EAGER
             if not span.seen:
                 self._waited_for.pop(id(work), None)
-                if span.operation == "reduce_scatter":
-                    span.seen = True
-                    if self._second_waiter is None:
-                        self._second_waiter = _SecondWaiter()
-                    self._second_waiter.wait_for(work, span)
             return
         key = id(work) if span.origin is not REDUCER else None
         # Nothing below leads to the process group: were the last reference to it dropped there, on one of its own
@@ -214,38 +220,21 @@ class CollectiveObserver:
         except Exception as error:
             self._fail(error)
 
+    def waited_for_output(self, tensor: Any, start: Any) -> None:
+        """The training thread has waited in Python for the functional collective that fills `tensor`."""
+        try:
+            span = self._outputs.pop(tensor.data_ptr(), None)
+            if span is not None:
+                self._note_wait(span, start, self.wait_begins())
+                span.seen = True
+        except Exception as error:
+            self._fail(error)
+
     def _note_wait(self, span: Span, start_ns: Any, end_ns: Any) -> None:
         span.waits.append((start_ns, end_ns))
         # The future's callback may come later than the waiting thread: the earlier of the two is the finish.
         if span.finish_ns is None or end_ns < span.finish_ns:
             span.finish_ns = end_ns
-
-
-class _SecondWaiter:
-    """Notes the finish of functional reduce-scatters (those of tensor parallelism), which on gloo have no future and
-    are waited for in C++: a thread waits for them as well. A second waiter is harmless there; of a send or a receive
-    it would eat the completion.
-    """
-
-    def __init__(self) -> None:
-        self._works: SimpleQueue[tuple[Any, Span] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="bireme-second-waiter", daemon=True).start()
-
-    def wait_for(self, work: Any, span: Span) -> None:
-        self._works.put((work, span))
-
-    def close(self) -> None:
-        self._works.put(None)
-
-    def _run(self) -> None:
-        while (item := self._works.get()) is not None:
-            work, span = item
-            try:
-                _original_wait(work)
-                span.finish_ns = time.perf_counter_ns()
-            except RuntimeError:  # the training thread is told by its own wait
-                span.seen = False
-            del item, work, span
 
 
 def _whole_bytes(operation: str, in_bytes: int, outputs: list[Any], size: int) -> int:
@@ -265,8 +254,8 @@ _origins: dict[int, tuple[str, CodeType]] = {}  # by id, of code that is kept al
 def _origin(code: CodeType) -> str:
     """Who issues a collective, from the Python code that entered C++ (a hook's caller).
 
-    torch.distributed's own functions wait in Python; autograd's engine means DDP's reducer; anything else (functional
-    collectives, compiled code) waits in C++ right away.
+    torch.distributed's own functions wait in Python; autograd's engine means DDP's reducer; anything else is a
+    functional collective, which waits in `wait_tensor`, or compiled code, which waits in C++.
     """
     if code.co_name == "_engine_run_backward":
         origin = REDUCER
@@ -278,10 +267,12 @@ def _origin(code: CodeType) -> str:
     return origin
 
 
-# --- Work.wait ---------------------------------------------------------------------------------------------------
+# --- waits -------------------------------------------------------------------------------------------------------
 
 _observers: dict[int, CollectiveObserver] = {}  # by training thread; of several on one thread the latest sees waits
-_original_wait: Any = Work.wait  # what was there before ours; never forgotten: a wait may be under way at any time
+# What was there before ours; never forgotten: a wait may be under way at any time.
+_original_wait: Any = Work.wait
+_original_wait_tensor: Any = functional.wait_tensor
 _replaced = False
 
 
@@ -296,16 +287,28 @@ def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         observer.waited(work, start)
 
 
+def _observed_wait_tensor(tensor: Any) -> Any:
+    observer = _observers.get(threading.get_ident())
+    if observer is None:
+        return _original_wait_tensor(tensor)
+    start = observer.wait_begins()
+    try:
+        return _original_wait_tensor(tensor)
+    finally:
+        observer.waited_for_output(tensor, start)
+
+
 def unobserved_wait(work: Any) -> None:
     """`work.wait()` as PyTorch has it."""
     _original_wait(work)
 
 
 def _observe_waits(observer: CollectiveObserver) -> None:
-    global _original_wait, _replaced
+    global _original_wait, _original_wait_tensor, _replaced
     if not _replaced:
-        _original_wait = Work.wait
+        _original_wait, _original_wait_tensor = Work.wait, functional.wait_tensor
         Work.wait = _observed_wait  # type: ignore[method-assign, assignment]
+        functional.wait_tensor = _observed_wait_tensor
         _replaced = True
     _observers[observer.thread] = observer
 
@@ -315,6 +318,7 @@ def _stop_observing_waits(observer: CollectiveObserver) -> None:
     if _observers.get(observer.thread) is observer:
         del _observers[observer.thread]
     # Where somebody has wrapped our wrapper meanwhile it has to stay: it passes every call through.
-    if not _observers and Work.wait is _observed_wait:
+    if not _observers and Work.wait is _observed_wait and functional.wait_tensor is _observed_wait_tensor:
         Work.wait = _original_wait  # type: ignore[method-assign]
+        functional.wait_tensor = _original_wait_tensor
         _replaced = False
