@@ -157,7 +157,7 @@ def small_model(model: ModelConfig, layout: Layout, stages_per_rank: int) -> Mod
         num_heads=heads,
         num_kv_heads=layout.tp if model.num_kv_heads < model.num_heads else heads,
         embedding_dim=heads * _SMALL_HEAD_DIM,
-        feed_forward_dim=4 * heads * layout.dp_shard,
+        feed_forward_dim=heads * _SMALL_HEAD_DIM,
     )
 
 
