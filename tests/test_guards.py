@@ -76,7 +76,7 @@ def test_right_layouts_pass(ranks: Ranks, shape: str) -> None:
 
 
 def test_combined_layouts_pass(ranks: Ranks) -> None:
-    plans = [plan_of(HSDP), plan_of(Layout(pp=2, dp_replicate=2)), plan_of(Layout(pp=2, tp=2), "toy-llama")]
+    plans = [plan_of(HSDP), plan_of(Layout(pp=2, dp_replicate=2)), plan_of(Layout(pp=2, dp_shard=2), "toy-llama")]
     found = ranks(4, check_well, plans, timeout_s=180)
     assert found[0][0]["groups"] == ["replicate", "shard", "model"]
 
