@@ -254,11 +254,53 @@ def with_a_norm_of_its_own(rank: int, size: int) -> str:
 
 def test_a_norm_of_this_ranks_part_only_is_found(ranks: Ranks) -> None:
     """B25: clipping would be too weak, and another on each rank."""
-    assert any("computes a wrong gradient norm here" in text for text in ranks(2, with_a_norm_of_its_own))
+    for text in ranks(2, with_a_norm_of_its_own):
+        assert "computes a wrong gradient norm here" in text and "wrong on rank" in text
+
+
+def with_another_norm_weight(rank: int, size: int) -> str:
+    model, world = start(plan_of(Layout(tp=2)))
+    if rank == 1:
+        with torch.no_grad():
+            local(dict(model.named_parameters())["norm.weight"])[0] += 1
+    return said(lambda: check_replicas(model, world.device, "after step 1"))
+
+
+def test_what_tensor_parallel_ranks_share_is_told_from_what_they_divide(ranks: Ranks) -> None:
+    for text in ranks(2, with_another_norm_weight):
+        assert "ranks 0-1 should hold the same weights and do not: norm.weight;" in text
+
+
+def with_a_small_memory(rank: int, size: int) -> int:
+    """The most elements of whole blocks that were there at once, while the model was built."""
+    largest, sharded = 0, parallel.fully_shard
+
+    def spy(module: Any, **options: Any) -> Any:
+        nonlocal largest
+        whole = sum(
+            each.numel()
+            for part in built
+            for each in part.layers.parameters()
+            if each.device.type != "meta" and not hasattr(each, "placements")
+        )
+        largest = max(largest, whole)
+        return sharded(module, **options)
+
+    built: list[Any] = []
+    with patch.object(parallel, "fully_shard", spy):
+        parallelise(plan_of(FSDP), torch.device("cpu"), tune=built.append)
+    return largest
+
+
+def test_never_more_than_one_whole_block_is_in_memory(ranks: Ranks) -> None:
+    a_block = sum(each.numel() for each in parallel.GPT(plan_of(FSDP).model).layers["0"].parameters())
+    assert ranks(2, with_a_small_memory) == [a_block, a_block]
 
 
 def same(rank: int, size: int) -> tuple[str, str]:
     world = world_of()
+    commands = said(lambda: check_same(world, {"lr": 0.1} if rank else {"quick": True}))
+    assert "different commands" in commands
     agreed = said(lambda: check_same(world, {"lr": 0.1, "steps": 3}))
     return agreed, said(lambda: check_same(world, {"lr": 0.1, "steps": 3 + rank // 2}))
 

@@ -11,7 +11,7 @@ from bireme.layout import (
     Layout,
     Pipeline,
     arrange,
-    check_device,
+    check_compile,
     check_layout_text,
     check_model,
     check_pipeline,
@@ -77,15 +77,17 @@ def test_layouts_are_read(text: str, nodes: list[list[int]], layout: Layout, nam
         ("", ONE_NODE, "choose ddp, fsdp, hsdp, tp, pp"),
         ("pp=2,tpp=2", ONE_NODE, "'tpp' is no dimension"),
         ("pp=2,pp=2", ONE_NODE, "pp is there twice"),
-        ("pp=two", ONE_NODE, "pp=two is not a number"),
-        ("pp=0", ONE_NODE, "pp=0 is not a number"),
-        ("pp=-2", ONE_NODE, "pp=-2 is not a number"),
+        ("pp=two", ONE_NODE, "pp='two' is not a number"),
+        ("pp=0", ONE_NODE, "pp='0' is not a number"),
+        ("pp=-2", ONE_NODE, "pp='-2' is not a number"),
+        ("tp=000001" + 5000 * "0", ONE_NODE, "is not a number of ranks from 1 to 1000000"),
         ("pp=²", ONE_NODE, "is not a number"),
         ("pp=2,", ONE_NODE, "'' is no dimension"),
         ("tp=2", ONE_NODE, "is for 2 ranks, but there are 4: tp=4 or shard=2,tp=2 or replicate=2,tp=2 would fit"),
         ("tp=2", [[0]], "is for 2 ranks, but there is 1: replicate=1 would fit"),
         ("shard=3", ONE_NODE, "shard=4 or "),
         ("hsdp", ONE_NODE, "all 4 ranks are on one node: use replicate=2,shard=2 or fsdp"),
+        ("hsdp", [[0], [1]], "every node has one rank: use ddp, or fsdp"),
         ("hsdp", [[0, 1], [2]], "equally many ranks, these have 2, 1"),
     ],
 )
@@ -216,6 +218,7 @@ def test_a_model_that_divides() -> None:
         (Layout(pp=4), "interleaved", None, 6, "fewer than 8 stages \\(4 ranks x 2\\)"),
         (Layout(pp=2), "interleaved", 3, 8, "does not divide over 6 stages"),
         (Layout(pp=2), "interleaved", 1, 8, "needs at least 2"),
+        (Layout(dp_shard=2), "interleaved", 2, 8, "layout fsdp has no pipeline"),
         (Layout(pp=2), "gpipe", 2, 8, "schedule gpipe has one stage on a rank"),
     ],
 )
@@ -254,7 +257,7 @@ def test_enough_micro_batches() -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    check_device(Layout(dp_shard=4), "cpu", compiled=True)
-    check_device(Layout(pp=4), "cpu", compiled=False)
+    check_compile(Layout(dp_shard=4), compiled=True)
+    check_compile(Layout(pp=4), compiled=False)
     with pytest.raises(UserError, match="set compile to false"):
-        check_device(Layout(tp=2), "cpu", compiled=True)
+        check_compile(Layout(tp=2), compiled=True)

@@ -110,6 +110,7 @@ def test_the_seed_changes_the_run(ranks: RankPool, one_rank: Path, corpus: str, 
 
 
 def test_evaluation_counts_every_sample_once(ranks: RankPool, corpus: str, tmp_path: Path) -> None:
+    """B21: shares that differ are weighted by their tokens, not averaged. (Training's shares are always equal.)"""
     found = {}
     for size in (1, 2, 4):  # six samples: unequal shares at four ranks
         directory = tmp_path / f"run-{size}"

@@ -41,6 +41,8 @@ TINY: dict[str, Any] = {
     "skip_steps": 1,
 }
 
+BLOCKED = ("transfer", "wait", "blocked")
+
 needs_hooks = pytest.mark.skipif(hooks_missing() is not None, reason=str(hooks_missing()))
 
 
@@ -86,6 +88,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "pp x shard": {"layout": "pp=2,shard=2", "preset": "toy-llama"},
         "pp x replicate": {"layout": "pp=2,replicate=2"},
         "tp x replicate": {"layout": "replicate=2,tp=2"},
+        "pp x tp": {"layout": "pp=2,tp=2", "preset": "toy-llama"},
     },
 }
 
@@ -116,6 +119,7 @@ def losses(run: Run) -> list[float]:
 def test_losses_norms_and_weights_are_those_of_one_process(
     size: int, name: str, runs: dict[str, tuple[Path, list[str]]], alone: dict[str, Path]
 ) -> None:
+    """B22, B25, B29: neither the ranks nor their kind change what is learned from, clipped or logged."""
     reference = alone[CASES[size][name].get("preset", "toy")]
     run, one = read_run(runs[name][0]), read_run(reference)
     assert len(run.steps) == STEPS and losses(one)[-1] < losses(one)[0] - 0.3, "the model does not learn"
@@ -155,6 +159,10 @@ def test_the_ledger_closes(size: int, name: str, runs: dict[str, tuple[Path, lis
     assert summary["unmatched"] == 0, "a collective whose split is not known"
     assert all(cell >= 0 for step in run.steps for cells in step["cells_ns"] for cell in cells)
     assert all(len(orjson.dumps(step)) < 1024 * size for step in run.steps), "more than 1 KB a rank and step"
+    blocked_ms = sum(
+        phase[state] for phases in summary["ledger_ms"].values() for phase in phases.values() for state in BLOCKED
+    )
+    assert abs(summary["unlocated_ms"]) < 0.5 * blocked_ms / size + 10, "located and the kernel's do not agree"
     exposed = [
         sum(cells[TRANSFER :: len(STATES)]) + sum(cells[WAIT :: len(STATES)]) for cells in run.steps[2]["cells_ns"]
     ]

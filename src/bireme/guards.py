@@ -72,6 +72,8 @@ def check_start(parallel: Parallel, world: World) -> Checked:
 def check_same(world: World, values: Mapping[str, Any]) -> None:
     """Collective. SharedError naming the first of these values (what JSON can hold) that is another on some rank."""
     everybodys = world.channel.all_gather(values)
+    if not all(isinstance(each, dict) and each.keys() == values.keys() for each in everybodys):
+        raise SharedError("the ranks were started with different commands, or different versions of bireme")
     for name, value in everybodys[0].items():
         others = [rank for rank, each in enumerate(everybodys) if each.get(name) != value]
         if others:
@@ -189,32 +191,27 @@ def check_gradients(plan: Plan, mesh: Mesh, world: World, sum_instead: bool = Fa
         (inputs[row : row + 1].to(world.device), targets[row : row + 1].to(world.device))
         for row in range(first, first + micro_batches)
     ]
-    with parallel.computing():
-        if parallel.pipeline is not None:
-            parallel.pipeline.step(mine)
-            parallel.reduce()
-        else:
-            for index, batch in enumerate(mine):
-                last = index == micro_batches - 1
-                with parallel.accumulating(last):
-                    (parallel.model(*batch) / micro_batches).backward()
-                    if last:
-                        parallel.reduce()
+    parallel.gradients(mine)
     error, tensor = largest_error(parallel, expected)
     norm = float(parallel.gradient_norm())
-    error = error if error < _MISSING else _MISSING  # also for NaN
-    worst = max(world.channel.all_gather([error, tensor, world.rank]))
+    norm_error = abs(norm - expected.norm) / expected.norm
+    error, norm_error = (each if each < _MISSING else _MISSING for each in (error, norm_error))  # also for NaN
+    everybodys = world.channel.all_gather([error, tensor, norm_error])
     tolerance = _TOLERANCE[world.device.type]
-    if worst[0] > tolerance:
-        how = f"off by {worst[0]:.0%}" if worst[0] < _MISSING else "missing or not a number"
+    worst, tensor, _ = max(everybodys)
+    if worst > tolerance:
+        ranks = [rank for rank, each in enumerate(everybodys) if each[0] > tolerance]
+        how = f"off by {worst:.0%}" if worst < _MISSING else "missing or not a number"
         raise SharedError(
-            f"layout {layout} computes wrong gradients here: of a small model, {worst[1]} is {how} on rank {worst[2]}, "
-            "against one process; do not train with it (bireme parity shows more)"
+            f"layout {layout} computes wrong gradients here: of a small model, {tensor} is {how} against one process "
+            f"(wrong on {name_ranks(ranks)}); do not train with it (bireme parity shows more)"
         )
-    if not abs(norm - expected.norm) <= tolerance * expected.norm:
+    ranks = [rank for rank, each in enumerate(everybodys) if each[2] > tolerance]
+    if ranks:
         raise SharedError(
-            f"layout {layout} computes a wrong gradient norm here: {norm:.4g} for a small model, {expected.norm:.4g} "
-            "in one process; do not train with it (bireme parity shows more)"
+            f"layout {layout} computes a wrong gradient norm here: of a small model, it is off by "
+            f"{max(each[2] for each in everybodys):.0%} against one process (wrong on {name_ranks(ranks)}); do not "
+            "train with it (bireme parity shows more)"
         )
 
 
@@ -253,11 +250,12 @@ def check_replicas(parallel: Parallel, device: torch.device, when: str) -> None:
     # One number for each kind of copy; every rank can say of every other what it must be equal to.
     digests = torch.stack([_digest(sums[torch.tensor(members, dtype=torch.int64)]) for _, members in kinds])
     gathered = _all_gather(digests, device)
-    for (kind, _), column in zip(kinds, gathered.T.tolist(), strict=True):
+    for (kind, members), column in zip(kinds, gathered.T.tolist(), strict=True):
         for ranks in _copies(parallel.mesh, kind):
             if len({column[rank] for rank in ranks}) > 1:  # every rank sees this, and comes here
                 most = int(_all_gather(torch.tensor([len(sums)]), device).max())
-                padded = torch.cat([sums, torch.zeros(most - len(sums), dtype=torch.int64)])
+                padded = torch.zeros(most, dtype=torch.int64)
+                padded[members] = sums[members]  # what these ranks do not share has every right to differ
                 raise _difference(parallel, kind, ranks, _all_gather(padded, device), when)
 
 

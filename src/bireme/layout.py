@@ -98,6 +98,10 @@ class Layout:
             found.setdefault(tuple(where[name] for name in DIMENSIONS if name not in dimensions), []).append(position)
         return list(found.values())
 
+    def tied_groups(self) -> list[list[int]]:
+        """The two ends of every pipeline: of a tied model one has the embedding, the other the head."""
+        return [[group[0], group[-1]] for group in self.groups("pp")]
+
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -126,6 +130,8 @@ def parse_layout(text: str, nodes: Sequence[Sequence[int]]) -> Layout:
                 f"layout hsdp shards inside a node and replicates across nodes, but all {ranks} ranks are on one node: "
                 f"use {' or '.join([*known[:2], 'fsdp'])}"
             )
+        if len(nodes[0]) == 1 and ranks > 1:
+            raise UserError("layout hsdp shards inside a node, but every node has one rank: use ddp, or fsdp")
         return _layout(shard=len(nodes[0]), replicate=len(nodes))
     layout = _layout(**_sizes(name))
     if layout.size != ranks:
@@ -143,7 +149,7 @@ def check_layout_text(text: str) -> str:
         return name
     if "=" not in name:
         known = nearest(name, LAYOUTS) if name else ""
-        raise UserError(f"layout is {text!r}: choose {', '.join(LAYOUTS)}, or sizes such as {_EXAMPLE}{known}")
+        raise UserError(f"layout is {text[:60]!r}: choose {', '.join(LAYOUTS)}, or sizes such as {_EXAMPLE}{known}")
     _sizes(name)
     return name
 
@@ -160,8 +166,8 @@ def _sizes(text: str) -> dict[str, int]:
             )
         if name in sizes:
             raise UserError(f"layout {text!r}: {name} is there twice")
-        if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= _MOST:
-            raise UserError(f"layout {text!r}: {name}={value} is not a number of ranks of at least 1")
+        if not value.isascii() or not value.isdigit() or len(value) > 7 or not 1 <= int(value) <= _MOST:
+            raise UserError(f"layout {text[:60]!r}: {name}={value[:20]!r} is not a number of ranks from 1 to {_MOST}")
         sizes[name] = int(value)
     return sizes
 
@@ -212,6 +218,8 @@ def stages_per_rank(layout: Layout, schedule: str, wanted: int | None, num_layer
     """How many stages each rank of a pipeline has: one, and with the interleaved schedule two or what is wanted.
     UserError when the layers do not divide."""
     if layout.pp == 1:
+        if wanted not in (None, 1):
+            raise UserError(f"pipeline_stages_per_rank is {wanted}, but layout {layout} has no pipeline: leave it out")
         return 1
     several = schedule == "interleaved"
     if not several and wanted not in (None, 1):
@@ -224,7 +232,7 @@ def stages_per_rank(layout: Layout, schedule: str, wanted: int | None, num_layer
     stages = layout.pp * number
     described = f"{stages} stages ({layout.pp} ranks x {number})" if number > 1 else f"{stages} pipeline stages"
     if num_layers < stages:
-        raise UserError(f"num_layers is {num_layers}, fewer than {described}: use at most {num_layers} stages")
+        raise UserError(f"num_layers is {num_layers}, fewer than {described}: every stage needs a layer")
     if num_layers % stages:
         raise UserError(
             f"num_layers {num_layers} does not divide over {described}: "
@@ -280,8 +288,8 @@ def check_model(layout: Layout, model: Shape, length: int) -> None:
             )
 
 
-def check_device(layout: Layout, device: str, compiled: bool) -> None:
-    """UserError for what a device, or torch.compile, cannot run."""
+def check_compile(layout: Layout, compiled: bool) -> None:
+    """UserError for what torch.compile cannot run."""
     if compiled and (layout.tp > 1 or layout.pp > 1):
         raise UserError(
             f"compile is for ddp, fsdp and hsdp: layout {layout} moves tensors inside the blocks; set compile to false"

@@ -25,7 +25,7 @@ LEAVE_TOGETHER = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barri
 # Who waits for a collective decides where the thread was blocked on it.
 EAGER = "eager"  # the caller, in Python: the waits themselves were seen
 REDUCER = "reducer"  # DDP's reducer, in C++ at the end of backward: last bucket issued to last finished
-IN_PLACE = "in_place"  # a functional collective, in C++ right after issue: issued to finished
+IN_PLACE = "in_place"  # a functional collective: where it was waited for, or unseen in C++: issued to finished
 
 Interval = tuple[int, int]
 

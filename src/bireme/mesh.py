@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from bireme.channel import COLLECTIVE_TIMEOUT_S
 from bireme.layout import DIMENSIONS, MODEL, TIED, Layout
 
 
@@ -44,8 +46,11 @@ class Mesh:
         return self.device_mesh[several] if several != self.device_mesh.mesh_dim_names else self.device_mesh
 
 
-def make_mesh(layout: Layout, order: list[int], rank: int, device_type: str, tied: bool) -> Mesh:
-    """Collective. `tied`: whether the head is the embedding, so that the ends of a pipeline share a parameter."""
+def make_mesh(
+    layout: Layout, order: list[int], rank: int, device_type: str, tied: bool, timeout_s: float | None = None
+) -> Mesh:
+    """Collective. `tied`: whether the head is the embedding, so that the ends of a pipeline share a parameter;
+    `timeout_s`: of a pipeline's sends and receives."""
     where = layout.coordinates(order.index(rank))
     if layout.size == 1:
         return Mesh(layout, order, where, None, {})
@@ -53,6 +58,12 @@ def make_mesh(layout: Layout, order: list[int], rank: int, device_type: str, tie
     ranks = torch.tensor(order).reshape(tuple(sizes.values()))
     device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
     mesh = Mesh(layout, order, where, device_mesh, {name: device_mesh.get_group(name) for name in sizes})
+    if layout.pp > 1:
+        # A group of its own, also where that is all ranks: gloo's sends and receives keep the timeout that their group
+        # was made with, and that of all ranks was made to find each other in seconds.
+        mesh.groups["pp"] = _one_of(
+            mesh, layout.groups("pp"), "pp", timedelta(seconds=timeout_s or COLLECTIVE_TIMEOUT_S)
+        )
     split = [name for name in ("pp", "shard", "tp") if name in sizes]
     if len(split) == 1:
         mesh.model = mesh.groups[split[0]]
@@ -60,18 +71,21 @@ def make_mesh(layout: Layout, order: list[int], rank: int, device_type: str, tie
         mesh.model = _one_of(mesh, layout.groups("pp", "shard", "tp"), MODEL)
     mesh.ties = tied and layout.pp > 1
     if mesh.ties:
-        ends = [[group[0], group[-1]] for group in layout.groups("pp")]
-        mine = _one_of(mesh, ends, TIED)
+        mine = _one_of(mesh, layout.tied_groups(), TIED)
         mesh.tied = mine if where["pp"] in (0, layout.pp - 1) else None
     return mesh
 
 
-def _one_of(mesh: Mesh, groups: list[list[int]], name: str) -> Any:
-    """Makes all these groups of positions, as every rank must; returns the one that this rank is in."""
+def _one_of(mesh: Mesh, groups: list[list[int]], name: str, timeout: timedelta | None = None) -> Any:
+    """Makes all these groups of positions, as every rank must; returns the one that this rank is in. The group of all
+    ranks is taken where there is no timeout of its own to keep."""
     mine = None
     for group in groups:
         ranks = sorted(mesh.order[position] for position in group)
-        made = dist.group.WORLD if len(ranks) == mesh.layout.size else dist.new_group(ranks, group_desc=name)
+        if timeout is None and len(ranks) == mesh.layout.size:
+            made: Any = dist.group.WORLD
+        else:
+            made = dist.new_group(ranks, timeout=timeout, group_desc=name)
         if dist.get_rank() in ranks:
             mine = made
     return mine

@@ -386,10 +386,8 @@ class GPT(nn.Module):
         self.tie()
         if self.config.position == "rotary":
             device = next(self.parameters()).device
-            cosines, sines = (table.to(device) for table in rotary_tables(self.config))
-            for module in self.modules():
-                if isinstance(module, Attention):
-                    module.cosines, module.sines = cosines, sines
+            cosines, sines = rotary_tables(self.config)
+            share_tables(self, cosines.to(device), sines.to(device))
 
     def reset_parameters(self, seed: int) -> None:
         """Sets every parameter to its initial value for this seed (see `initial_parameter`), and the buffers."""
@@ -424,6 +422,13 @@ class GPT(nn.Module):
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy in nats (fp32 scalar); logits (batch, length, vocab_size), targets (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def share_tables(module: nn.Module, cosines: Tensor, sines: Tensor) -> None:
+    """Makes these the rotary tables of every attention inside."""
+    for each in module.modules():
+        if isinstance(each, Attention):
+            each.cosines, each.sines = cosines, sines
 
 
 @torch.no_grad()

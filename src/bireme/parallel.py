@@ -1,5 +1,6 @@
 """From a layout to a wrapped model on one mesh: the one place that knows how to divide, shard and replicate a model."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from torch.nn.utils import get_total_norm
 
 from bireme.layout import Layout, Pipeline, stage_layers
 from bireme.mesh import Mesh, local, make_mesh, replicated
-from bireme.model import GPT, HEAD, ModelConfig, compile_blocks, initialise
-from bireme.pipeline import PipelineRunner
+from bireme.model import GPT, HEAD, ModelConfig, compile_blocks, initialise, rotary_tables, share_tables
+from bireme.pipeline import PhaseOf, PipelineRunner
 from bireme.replicas import Overlapped, Replicas, replicate
 
 
@@ -48,18 +49,23 @@ class Plan:
 
 
 class Parallel:
-    """This rank's part of the model, and how its gradients come about.
+    """This rank's part of the model, and how its gradients come about: `gradients`, `clip`, the optimizer's step,
+    `zero`. `autocast` is around the forward pass."""
 
-    Without a pipeline: `model` is called for each micro-batch inside `accumulating(last)`, then its loss goes
-    backward. With one, `pipeline.step` does both. `reduce` comes after the last backward pass; then every gradient
-    is the mean over the global batch. All of it inside `computing()`.
-    """
-
-    def __init__(self, plan: Plan, mesh: Mesh, parts: list[GPT], wrapped: list[nn.Module], replicas: Replicas | None):
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        parts: list[GPT],
+        wrapped: list[nn.Module],
+        replicas: Replicas | None,
+        autocast: AbstractContextManager[Any],
+    ):
         self.plan = plan
         self.mesh = mesh
         self.parts = parts
         self.pipeline: PipelineRunner | None = None
+        self._autocast = autocast
         self._wrapped = wrapped
         self.replicas = replicas  # DDP, or its flat counterpart: only without any other kind of parallelism
         self._sharded = mesh.layout.dp_shard > 1
@@ -74,16 +80,43 @@ class Parallel:
         yield from self._named.items()
 
     @property
-    def has_loss(self) -> bool:
-        """Whether this rank computes the loss: with a pipeline only the last stage's ranks do."""
-        return any(part.last for part in self.parts)
-
-    @property
     def reduction(self) -> str:
-        """How gradients are averaged over replicas."""
+        """How gradients are averaged over the data-parallel ranks."""
         if self._sharded:
             return "sharded"
-        return "overlap" if isinstance(self.replicas, Overlapped) else "flat"
+        if isinstance(self.replicas, Overlapped):
+            return "overlap"
+        return "flat" if self.replicas is not None or self.mesh.layout.dp_replicate > 1 else "none"
+
+    def gradients(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        phase_of: PhaseOf = lambda name: nullcontext(),
+        before_forward: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Forward and backward of a step's micro-batches, (inputs, targets) each; every gradient is then the mean over
+        the global batch. Returns the loss of each micro-batch, on ranks that compute one (of a pipeline the last
+        stage's). `phase_of` gives the `with` blocks of forward and backward."""
+        with self.computing():
+            if self.pipeline is not None:
+                losses = self.pipeline.step(micro_batches, phase_of, before_forward)
+                with phase_of("backward"):
+                    self.reduce()
+                return losses
+            losses = []
+            for index, (inputs, targets) in enumerate(micro_batches):
+                last = index == len(micro_batches) - 1
+                with self.accumulating(last):
+                    with phase_of("forward"):
+                        before_forward()
+                        with self._autocast:
+                            loss = self.model(inputs, targets)
+                    with phase_of("backward"):
+                        (loss / len(micro_batches) if len(micro_batches) > 1 else loss).backward()
+                        if last:
+                            self.reduce()
+                losses.append(local(loss.detach()))
+            return losses
 
     def computing(self) -> AbstractContextManager[Any]:
         """Around forward and backward: with tensor parallelism the loss stays divided over the vocabulary."""
@@ -141,7 +174,7 @@ class Parallel:
         mine = get_total_norm(self._counted())
         if self.mesh.model is None:
             return mine
-        square = mine.square() if mine.numel() else torch.zeros(())
+        square = mine.square()
         dist.all_reduce(square, group=self.mesh.model)
         return square.sqrt()
 
@@ -171,19 +204,23 @@ class Parallel:
     @torch.no_grad()
     def whole_weights(self) -> dict[str, Tensor]:
         """Every parameter of the whole model, on rank 0's CPU (elsewhere nothing); collective. Tied weights once."""
+        # Two gathers instead of one, of what is both sharded and divided: no reason to warn anybody.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         weights: dict[str, Tensor] = {}
-        rank, pp = dist.get_rank(), self.mesh.layout.pp
+        pp = self.mesh.layout.pp
+        # One pipeline hands over to its first stage, which is rank 0; the other ranks only help to gather.
+        keeps = self.mesh.data_parallel_rank == 0 and self.mesh.where["tp"] == 0
         for name, parameter in self._named.items():
             if self.plan.model.tied_embedding and name == HEAD:
                 continue
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            weights[name] = whole.detach().cpu()
+            if keeps:
+                weights[name] = whole.detach().cpu()
         if pp > 1:
-            # One pipeline hands over to its first stage, which is rank 0.
             mine = [[name, list(each.shape)] for name, each in weights.items()]
             gathered: list[Any] = [None] * pp
             dist.all_gather_object(gathered, mine, group=self.mesh.groups["pp"])
-            if self.mesh.data_parallel_rank == 0 and self.mesh.where["tp"] == 0:
+            if keeps:
                 for stage, described in enumerate(gathered[1:], 1):
                     for name, shape in described:
                         if self.mesh.where["pp"] == 0:
@@ -191,7 +228,7 @@ class Parallel:
                             dist.recv(weights[name], group=self.mesh.groups["pp"], group_src=stage)
                         elif self.mesh.where["pp"] == stage:
                             dist.send(weights[name].contiguous(), group=self.mesh.groups["pp"], group_dst=0)
-        return weights if rank == self.mesh.order[0] else {}
+        return weights if keeps and self.mesh.where["pp"] == 0 else {}
 
 
 TIED_PARAMETERS = ("token_embedding.weight", HEAD)
@@ -242,13 +279,14 @@ def parallelise(
     tune: Callable[[GPT], None] = lambda part: None,
     autocast: AbstractContextManager[Any] | None = None,
     mesh: Mesh | None = None,
+    timeout_s: float | None = None,
 ) -> Parallel:
     """Builds, initialises and wraps this rank's part of the model; collective. `tune` may plant hooks in each part
-    before it is wrapped; `autocast` is around the forward pass of a pipeline's stages; `mesh`: of the same layout, to
-    be used again."""
+    before it is wrapped; `autocast` is around the forward pass; `mesh`: of the same layout, to be used again;
+    `timeout_s`: how long a stage of a pipeline may wait for another (None: PyTorch's 30 minutes)."""
     layout = plan.layout
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = mesh or make_mesh(layout, list(plan.order), rank, device.type, plan.model.tied_embedding)
+    mesh = mesh or make_mesh(layout, list(plan.order), rank, device.type, plan.model.tied_embedding, timeout_s)
     only_replicas = layout.data_parallel_size == layout.dp_replicate == layout.size
     stages = layout.pp * plan.pipeline.stages_per_rank
     parts: list[GPT] = []
@@ -263,7 +301,7 @@ def parallelise(
     replicas: Replicas | None = None
     if only_replicas:
         replicas = replicate(parts[0], plan.overlap, plan.bucket_mb)
-    result = Parallel(plan, mesh, parts, wrapped, replicas)
+    result = Parallel(plan, mesh, parts, wrapped, replicas, autocast or nullcontext())
     if layout.pp > 1:
         dtype = torch.bfloat16 if device.type == "cuda" and layout.dp_shard > 1 else torch.float32
         result.pipeline = PipelineRunner(
@@ -287,14 +325,28 @@ def _build(part: GPT, plan: Plan, mesh: Mesh, device: torch.device, tune: Callab
     """Gives a part on the meta device its values, divides and shards it: block by block, so that never more than one
     whole block is in memory besides what stays."""
     tp, shard = mesh.sub("tp"), mesh.sub("replicate", "shard") if mesh.layout.dp_shard > 1 else None
+    policy = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    tune(part)
+    if plan.compile:
+        # Blocks are compiled one by one: there is nothing for dynamo's own DDP splitting to do, and it refuses
+        # buckets below a megabyte.
+        torch._dynamo.config.optimize_ddp = False
+        compile_blocks(part)
+    tables = [each.to(device) for each in rotary_tables(plan.model)] if plan.model.position == "rotary" else None
     for name, layer in part.layers.items():
         _materialise(layer, f"layers.{name}.", plan, device)
+        if tables is not None:
+            share_tables(layer, *tables)
         if tp is not None:
             _divide(layer, tp, _layer_plan(layer))
+        if shard is not None:
+            fully_shard(layer, mesh=shard, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
     for name, child in part.named_children():
         if name != "layers":
             _materialise(child, f"{name}.", plan, device)
-    part.reset_buffers()
+    part.tie()
     if tp is not None:
         if part.position_embedding is not None:
             here = mesh.where["tp"]
@@ -303,18 +355,7 @@ def _build(part: GPT, plan: Plan, mesh: Mesh, device: torch.device, tune: Callab
             )
         _divide(part, tp, _ends_plan(part))
         part.tie()
-    tune(part)
-    if plan.compile:
-        # Blocks are compiled one by one: there is nothing for dynamo's own DDP splitting to do, and it refuses
-        # buckets below a megabyte.
-        torch._dynamo.config.optimize_ddp = False
-        compile_blocks(part)
     if shard is not None:
-        policy = MixedPrecisionPolicy()
-        if device.type == "cuda":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in part.layers.values():
-            fully_shard(layer, mesh=shard, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
         # What is left, embeddings and head, is one unit: a tied weight must not be in two.
         fully_shard(part, mesh=shard, mp_policy=policy, reshard_after_forward=False)
 

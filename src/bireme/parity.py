@@ -299,7 +299,7 @@ def _train(
             check_for_stop()
             mine = [each[start : start + sequences].split(plan.micro_batch_size) for each in (inputs, targets)]
             with count():
-                losses = _gradients(parallel, list(zip(*mine, strict=True)))
+                losses = parallel.gradients(list(zip(*mine, strict=True)))
             if losses:
                 seen.losses.append(torch.stack([local(each) for each in losses]).mean().item())
             seen.errors.append(largest_error(parallel, wanted))
@@ -308,22 +308,6 @@ def _train(
             parallel.zero()
         seen.reductions = count.reductions_per_step()
     return seen
-
-
-def _gradients(parallel: Parallel, micro_batches: list[Batch]) -> list[Tensor]:
-    """Forward and backward of a step, as the trainer does them; the losses that this rank has."""
-    losses: list[Tensor] = []
-    with parallel.computing():
-        if parallel.pipeline is not None:
-            losses = parallel.pipeline.step(micro_batches)
-        else:
-            for index, (inputs, targets) in enumerate(micro_batches):
-                with parallel.accumulating(index == len(micro_batches) - 1):
-                    loss = parallel.model(inputs, targets)
-                    (loss / len(micro_batches)).backward()
-                losses.append(loss.detach())
-        parallel.reduce()
-    return losses
 
 
 # --- counting reductions -----------------------------------------------------------------------------------------

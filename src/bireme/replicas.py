@@ -1,4 +1,4 @@
-"""How the model is spread over the ranks, and how its gradients are reduced: one reduction per optimizer step."""
+"""Replicas of a whole model, and how their gradients are averaged: one reduction per optimizer step."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol

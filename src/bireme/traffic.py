@@ -316,11 +316,10 @@ def _sent(
 
 def _groups(layout: Layout) -> dict[str, list[list[int]]]:
     """The groups of positions of everything that a Use can be of."""
-    pipelines = layout.groups("pp")
     return {
         **{name: layout.groups(name) for name in layout.sizes},
         MODEL: layout.groups("pp", "shard", "tp"),
-        TIED: [[group[0], group[-1]] for group in pipelines],
+        TIED: layout.tied_groups(),
     }
 
 

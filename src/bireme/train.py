@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from bireme.inject import Injector, Straggler
 from bireme.layout import (
     Pipeline,
     arrange,
-    check_device,
+    check_compile,
     check_model,
     check_pipeline,
+    crossing,
     describe_groups,
     parse_layout,
     stages_per_rank,
@@ -71,6 +73,8 @@ class Trainer:
         nodes = [node["ranks"] for node in world.nodes]
         self.layout = layout = parse_layout(config.layout, nodes)
         self.order = arrange(layout, nodes)
+        if world.size == 1 and config.layout.strip().lower() not in ("ddp", ""):
+            log.warning("there is one rank: layout %s has nothing to divide", config.layout)
         self.micro_batch_size, self.accumulation = config.batch_shape(layout.data_parallel_size, layout.pp)
         self.model_config = preset(config.preset, **config.model)
         self.length = config.sequence_length or self.model_config.sequence_length
@@ -88,7 +92,7 @@ class Trainer:
         )
         check_pipeline(layout, self.pipeline, self.micro_batch_size)
         check_model(layout, self.model_config, self.length)
-        check_device(layout, world.device.type, config.compile)
+        check_compile(layout, config.compile)
         holders = layout.dp_shard * layout.tp * layout.pp
         weights_gb = num_parameters(self.model_config) * 4 / 1e9 / holders
         memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -135,7 +139,8 @@ class Trainer:
         """What a step sends between nodes by the layout's formula: by node, and by dimension over the busiest link."""
         cuda = self.world.device.type == "cuda"
         nodes = [node["ranks"] for node in self.world.nodes]
-        how = (self.plan, nodes, "nccl" if cuda else "gloo", 2 if cuda else 4)
+        # Of a model that is sharded on GPUs, weights and activations are bf16; autocast alone sends fp32.
+        how = (self.plan, nodes, "nccl" if cuda else "gloo", 2 if cuda and self.layout.dp_shard > 1 else 4)
         by_node = node_bytes(*how)
         return {
             "nodes": {node["name"]: by_node[index] for index, node in enumerate(self.world.nodes)},
@@ -152,7 +157,8 @@ class Trainer:
             layers = list(part.layers.values())
             self.injector.plant_in_backward(layers[len(layers) // 2])
 
-        self.parallel = parallelise(self.plan, self.world.device, plant, self.autocast)
+        limit_s = silence_limit_s(os.environ, self)
+        self.parallel = parallelise(self.plan, self.world.device, plant, self.autocast, timeout_s=limit_s)
         parameters = [each for _, each in self.parallel.named_parameters()]
         matrices = [each for each in parameters if each.dim() >= 2]
         others = [each for each in parameters if each.dim() < 2]
@@ -181,8 +187,7 @@ class Trainer:
         with monitor.phase("input"):
             micro_batches = self.micro_batches(number)
             self.injector.sleep("input")
-        with self.parallel.computing():
-            losses = self._gradients(micro_batches, monitor)
+        losses = self.parallel.gradients(micro_batches, monitor.phase, lambda: self.injector.sleep("forward"))
         with monitor.phase("optimizer"):
             self.injector.sleep("optimizer")
             if self.config.gradient_clip_norm:
@@ -198,28 +203,6 @@ class Trainer:
         step.record(learning_rate=learning_rate)
         if self.straggler is not None:
             step.record(injected_ms=self.straggler.delay_ms(number))
-
-    def _gradients(self, micro_batches: list[tuple[torch.Tensor, torch.Tensor]], monitor: Monitor) -> list[Any]:
-        """Forward and backward of all micro-batches; leaves mean gradients, returns the losses that this rank has."""
-        if self.parallel.pipeline is not None:
-            losses = self.parallel.pipeline.step(micro_batches, monitor.phase, lambda: self.injector.sleep("forward"))
-            with monitor.phase("backward"):
-                self.parallel.reduce()
-            return losses
-        losses = []
-        for index, (inputs, targets) in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            with self.parallel.accumulating(last):
-                with monitor.phase("forward"):
-                    self.injector.sleep("forward")
-                    with self.autocast:
-                        loss = self.parallel.model(inputs, targets)
-                with monitor.phase("backward"):
-                    (loss / self.accumulation if self.accumulation > 1 else loss).backward()
-                    if last:
-                        self.parallel.reduce()
-            losses.append(local(loss.detach()))
-        return losses
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -362,7 +345,9 @@ def silence_limit_s(environ: Mapping[str, str], trainer: Trainer) -> float | Non
     bits_per_s = None if link == UNSHAPED else parse_rate(link)
     gradients_s = num_parameters(trainer.model_config) * 4 * 8 / bits_per_s if bits_per_s else 0.0
     delays_ms = trainer.straggler.delays_ms if trainer.straggler else ()
-    return _SILENT_S + 10 * gradients_s + max(delays_ms, default=0.0) / 1e3
+    # A stage waits for what others compute, too.
+    silent_s = _SILENT_S * (2 if trainer.layout.pp > 1 else 1)
+    return silent_s + 10 * gradients_s + max(delays_ms, default=0.0) / 1e3
 
 
 def loop(trainer: Trainer, monitor: Monitor, check_for_stop: Callable[[], None] = lambda: None) -> None:
@@ -375,7 +360,8 @@ def loop(trainer: Trainer, monitor: Monitor, check_for_stop: Callable[[], None] 
         with monitor.step(tokens=tokens_per_rank) as step:
             check_for_stop()
             trainer.train_step(number, monitor, step)
-            if number == 1:
+            if number == 1 and trainer.world.size > 1:
+                step.skip("replica check")
                 check_replicas(trainer.parallel, trainer.world.device, "after step 1")
             if config.evaluate_every and number % config.evaluate_every == 0:
                 loss = trainer.evaluate()
@@ -469,11 +455,16 @@ def _headline(facts: dict[str, Any], directory: Path) -> str:
     config = facts["config"]
     model = facts["model"]
     ranks = len(facts["ranks"])
-    how = {
-        "overlap": "gradients overlapped with backward",
-        "flat": "gradients in one flat all-reduce",
-        "sharded": "weights, gradients and optimizer sharded",
-    }[facts["reduction"]]
+    how = (
+        "one process"
+        if ranks == 1
+        else {
+            "overlap": "gradients overlapped with backward",
+            "flat": "gradients in one flat all-reduce",
+            "sharded": "weights, gradients and optimizer sharded",
+            "none": "no gradients to average",
+        }[facts["reduction"]]
+    )
     pipeline = facts["pipeline"]
     if pipeline:
         stages = f", {pipeline['stages_per_rank']} stages a rank" if pipeline["stages_per_rank"] > 1 else ""
@@ -489,19 +480,28 @@ def _where(trainer: Trainer, facts: dict[str, Any]) -> list[str]:
     """Which group of the mesh lives on which nodes, and what each dimension sends between nodes in a step."""
     if trainer.world.size == 1:
         return []
-    crossing = facts["traffic"]["dimensions"]
+    sent = facts["traffic"]["dimensions"]
     lines = describe_groups(trainer.layout, trainer.order, facts["nodes"])
     for index, name in enumerate(trainer.layout.mesh_sizes):
-        if name in crossing:
-            lines[index] += f"; {crossing[name] / 1e6:.3g} MB a step cross nodes"
-    rest = {name: sent for name, sent in crossing.items() if name not in trainer.layout.mesh_sizes}
+        if name in sent:
+            lines[index] += f"; {sent[name] / 1e6:.3g} MB a step cross nodes"
+    rest = {name: each for name, each in sent.items() if name not in trainer.layout.mesh_sizes}
     if sum(rest.values()) >= 1000:  # a norm's four bytes are not worth a line
         lines.append(f"{' and '.join(rest)}: {sum(rest.values()) / 1e6:.3g} MB a step cross nodes")
-    if trainer.layout.tp > 1 and "tp" in crossing:
+    if crossing(trainer.layout, trainer.order, [node["ranks"] for node in facts["nodes"]]).get("tp"):
+        inside = gcd(trainer.layout.tp, *(len(node["ranks"]) for node in facts["nodes"]))
+        hint = "with as many tp ranks as a node has, or a divisor of that, they would stay inside"
+        if inside > 1:
+            replicas = trainer.layout.dp_replicate * trainer.layout.tp // inside
+            others = [
+                f"{name}={size}" for name, size in (("pp", trainer.layout.pp), ("shard", trainer.layout.dp_shard))
+            ]
+            others = [each for each in others if not each.endswith("=1")]
+            hint = f"--layout {','.join([*others, f'replicate={replicas}', f'tp={inside}'])} would keep them inside"
         log.warning(
-            "tensor-parallel groups cross nodes: %.3g MB a step over the busiest link, and every block waits for it; "
-            "with at most as many tp ranks as a node has, they would stay inside",
-            crossing["tp"] / 1e6,
+            "tensor-parallel groups cross nodes: %.3g MB a step over the busiest link, for which every block waits; %s",
+            sent["tp"] / 1e6,
+            hint,
         )
     return lines
 

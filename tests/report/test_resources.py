@@ -60,6 +60,7 @@ def test_only_windows_within_the_measured_steps_count(run: Run) -> None:
         window("node0", 6, 5, 1, 1),
         window("node0", 5, 5, None, 1),
         window("node0", 5, 5, 1, True),
+        window("node0", 5, 2**62, 1, 1),  # not to be counted through
         {"event": "traffic"},
     ],
 )
@@ -93,6 +94,7 @@ def test_the_busiest_node_and_a_layout_that_sends_nothing(run: Run) -> None:
 
 
 def test_memory_is_what_came_with_the_model(run: Run) -> None:
+    """B70: of every rank, so that one that has too much shows."""
     numbers = memory_numbers(run)
     assert numbers["memory_bytes"] == {"max": 16 * MILLION, "per_rank": [16 * MILLION, 16 * MILLION - 1000]}
     assert numbers["peak_rss_bytes"]["per_rank"] == [216 * MILLION, 216 * MILLION - 999]
@@ -110,6 +112,7 @@ def test_memory_that_is_not_known(run: Run) -> None:
         assert numbers["memory_bytes"] is None and "before the model" in numbers["memory_bytes_reason"]
         assert numbers["peak_rss_bytes"]["max"] == 216 * MILLION
     run.events[:] = [event for event in run.events if event.get("rank") != 1]
+    run.events.append({"event": "memory", "rank": [1], "peak_rss_bytes": 1})
     numbers = memory_numbers(run)
     assert (
         numbers["memory_bytes"] is numbers["peak_rss_bytes"] is None and "every rank" in numbers["memory_bytes_reason"]

@@ -30,7 +30,18 @@ def reasons_are_given(value: Any) -> bool:
 def test_the_object_has_the_fields_of_the_design(make_run: MakeRun, balanced_steps: Steps) -> None:
     summary = summarise(make_run(balanced_steps))
     assert list(summary) == [
-        *("world_size", "nodes", "steps", "step_ms", "tokens_per_s_global", "mfu", "ledger_ms", "compute_ms"),
+        *(
+            "world_size",
+            "nodes",
+            "layout",
+            "roles",
+            "steps",
+            "step_ms",
+            "tokens_per_s_global",
+            "mfu",
+            "ledger_ms",
+            "compute_ms",
+        ),
         *("contention_ms", "communication_ms", "communication_share", "collectives", "closure_error_ns", "clamped_ms"),
         *("unlocated_ms", "unmatched", "overhead", "loss", "verdicts", "verdicts_reason"),
         *("link_traffic", "memory", "host", "notes"),

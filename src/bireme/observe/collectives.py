@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import Work
@@ -227,6 +228,8 @@ class CollectiveObserver:
             if span is not None:
                 self._note_wait(span, start, self.wait_begins())
                 span.seen = True
+        except RuntimeError:  # a tensor without memory, such as a compiler's: nothing was waited for
+            return
         except Exception as error:
             self._fail(error)
 
@@ -288,6 +291,8 @@ def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _observed_wait_tensor(tensor: Any) -> Any:
+    if torch.compiler.is_compiling():  # traced into the user's own code, which must stay what it was
+        return _original_wait_tensor(tensor)
     observer = _observers.get(threading.get_ident())
     if observer is None:
         return _original_wait_tensor(tensor)

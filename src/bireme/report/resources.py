@@ -36,7 +36,7 @@ def counted_link_bytes(run: Run, measured: Set[int]) -> float | None:
             continue
         first, last, sent, received = window
         steps = range(first, last + 1)
-        if steps and measured >= set(steps):
+        if 0 < len(steps) <= len(measured) and all(step in measured for step in steps):
             total = totals.setdefault(str(event.get("node")), [0, 0, 0])
             total[:] = [a + b for a, b in zip(total, (sent, received, len(steps)), strict=True)]
     return max((max(sent, received) / steps for sent, received, steps in totals.values()), default=None)
@@ -47,7 +47,9 @@ def link_traffic(run: Run, measured: Set[int]) -> _Object:
     counted, formula = counted_link_bytes(run, measured), formula_link_bytes(run)
     numbers: _Object = {"counted_link_bytes": counted, "formula_link_bytes": formula}
     if counted is None:
-        numbers |= unknown(["counted_link_bytes"], "no reading of the interfaces lies within the measured steps")
+        one_node = len(run.facts.get("nodes") or ()) == 1
+        reason = "there is one node" if one_node else "no reading of the interfaces lies within the measured steps"
+        numbers |= unknown(["counted_link_bytes"], reason)
     if formula is None:
         numbers |= unknown(["formula_link_bytes"], "the run does not say what its layout sends")
     if counted is None or formula is None:
@@ -65,7 +67,8 @@ def memory_numbers(run: Run) -> _Object:
     """Memory of the ranks in bytes, each with its largest: `memory_bytes` is the peak that the allocator of a GPU had,
     (`on_device`), on a CPU the peak resident set without what was resident before the model was built; `peak_rss_bytes`
     is all of it."""
-    events = {event.get("rank"): event for event in run.events if event["event"] == "memory"}
+    found = [event for event in run.events if event["event"] == "memory" and type(event.get("rank")) is int]
+    events = {event["rank"]: event for event in found}
     ranks = [events.get(rank, {}) for rank in range(run.world_size)]
     peaks = [each.get("peak_rss_bytes") for each in ranks]
     if not all(is_number(each) for each in peaks):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from bireme.environment import UNSHAPED
@@ -30,7 +31,7 @@ def plot_study(results: _Object, path: Path) -> None:
     }[results["name"]]
     with picture(path, width, height) as figure:
         draw(figure, results, done)
-        figure.suptitle(plain(_title(results, done)), x=0.01, ha="left", weight="bold")
+        figure.suptitle("\n".join(wrap(plain(_title(results, done)), 100)), x=0.01, ha="left", weight="bold")
 
 
 def _title(results: _Object, done: Sequence[_Object]) -> str:

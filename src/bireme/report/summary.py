@@ -43,6 +43,8 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "world_size": run.world_size,
         "nodes": [{"name": node["name"], "ranks": node["ranks"]} for node in run.facts["nodes"]],
+        **_or_reason("layout", run.facts.get("layout"), None if run.facts.get("layout") else "not recorded"),
+        "roles": _roles(run),
         "steps": {"measured": len(measured), "skipped": sum(step["skipped"] is not None for step in run.steps)},
         "step_ms": step_ms,
     }
@@ -85,6 +87,19 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
     summary["host"] = _host(run)
     summary["notes"] = _notes(run)
     return summary
+
+
+def _roles(run: Run) -> dict[str, dict[str, int]]:
+    """By rank: its place in those dimensions of the mesh that have several ranks; empty where nothing is divided."""
+    mesh = run.facts.get("mesh")
+    sizes = mesh if isinstance(mesh, dict) else {}
+    several = [name for name, size in sizes.items() if is_number(size) and size > 1]
+    roles = {}
+    for rank, each in enumerate(run.facts.get("ranks") or []):
+        role = each.get("role") if isinstance(each, dict) else None
+        if isinstance(role, dict) and several not in ([], ["replicate"]):
+            roles[str(rank)] = {name: role[name] for name in several if type(role.get(name)) is int}
+    return roles
 
 
 def measured_steps(run: Run, keep: StepFilter | None = None) -> list[Step]:

@@ -132,6 +132,11 @@ def mean_ledger(ledgers: Sequence[_Ledger]) -> _Ledger:
     return {phase: {state: mean(each[phase][state] for each in ledgers) for state in STATES} for phase in PHASES}
 
 
+def _role(role: dict[str, int] | None) -> str:
+    """A rank's place in the mesh, where it has several dimensions or a pipeline's stages."""
+    return f" ({', '.join(f'{name} {place}' for name, place in role.items())})" if role else ""
+
+
 def _ledgers(summary: dict[str, Any]) -> list[tuple[str, _Ledger]]:
     """The ledgers to show, with their titles."""
     ranks: dict[str, _Ledger] = {
@@ -145,7 +150,7 @@ def _ledgers(summary: dict[str, Any]) -> list[tuple[str, _Ledger]]:
         if len(members) > 1:
             shown.append((f"node {safe(node['name'])}, mean of {len(members)} ranks", mean_ledger(members)))
     node_of = {str(rank): node["name"] for node in summary["nodes"] for rank in node["ranks"]}
-    titles = {rank: f"rank {rank} on {safe(node_of[rank])}" for rank in ranks}
+    titles = {rank: f"rank {rank} on {safe(node_of[rank])}{_role(summary['roles'].get(rank))}" for rank in ranks}
     if len(ranks) > RANKS_SHOWN:
         by_self_time = sorted(ranks, key=lambda rank: self_time_ms(ranks[rank]))
         titles = {
@@ -206,7 +211,11 @@ def _communication(summary: dict[str, Any]) -> str:
 
 def _collectives_table(collectives: list[dict[str, Any]]) -> "Table":
     table = _new_table()
-    table.title, table.title_justify, table.title_style = "collectives, per rank and step", "left", "bold"
+    table.title, table.title_justify, table.title_style = (
+        "collectives, per rank and step, hidden ones too",
+        "left",
+        "bold",
+    )
     for name in ("group", "ranks"):
         table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=18)
     table.add_column("operation", overflow="ellipsis", no_wrap=True, max_width=18)
@@ -265,7 +274,7 @@ def resource_lines(summary: dict[str, Any]) -> list[str]:
         text = f"memory: peak {scaled(max(peaks))} a rank" + (f", least {scaled(min(peaks))}" if len(peaks) > 1 else "")
         if memory["memory_bytes"] is not None:
             most = scaled(memory["memory_bytes"]["max"])
-            text += f"; {most} on the GPU" if memory["on_device"] else f"; {most} of it came with the model"
+            text += f"; {most} on the GPU" if memory["on_device"] else f"; {most} more than before the model was built"
         lines.append(text)
     return lines
 

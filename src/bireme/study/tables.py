@@ -255,7 +255,8 @@ def _layouts(results: _Object, done: Sequence[_Object], console: "Console") -> N
         "",
         "step: median; exposed (transfer + wait), hidden, contention: mean over ranks.",
         "bytes: a step, over the link of the busiest node in one direction; memory: the",
-        "largest rank's peak above what it had before the model was built.",
+        "largest rank's peak above what it had before the model was built, with freed",
+        "memory that the C library keeps (most in fsdp and hsdp: docs/studies.md).",
         *_what_layouts_come_to(results),
     )
 
