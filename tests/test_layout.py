@@ -87,7 +87,7 @@ def test_layouts_are_read(text: str, nodes: list[list[int]], layout: Layout, nam
         ("tp=2", [[0]], "is for 2 ranks, but there is 1: replicate=1 would fit"),
         ("shard=3", ONE_NODE, "shard=4 or "),
         ("hsdp", ONE_NODE, "all 4 ranks are on one node: use replicate=2,shard=2 or fsdp"),
-        ("hsdp", [[0], [1]], "every node has one rank: use ddp, or fsdp"),
+        ("hsdp", [[0], [1]], "every node has one rank: that is ddp; or use fsdp"),
         ("hsdp", [[0, 1], [2]], "equally many ranks, these have 2, 1"),
     ],
 )

@@ -131,7 +131,7 @@ def parse_layout(text: str, nodes: Sequence[Sequence[int]]) -> Layout:
                 f"use {' or '.join([*known[:2], 'fsdp'])}"
             )
         if len(nodes[0]) == 1 and ranks > 1:
-            raise UserError("layout hsdp shards inside a node, but every node has one rank: use ddp, or fsdp")
+            raise UserError("layout hsdp shards inside a node, but every node has one rank: that is ddp; or use fsdp")
         return _layout(shard=len(nodes[0]), replicate=len(nodes))
     layout = _layout(**_sizes(name))
     if layout.size != ranks:

@@ -424,3 +424,24 @@ def test_a_pending_callback_does_not_keep_the_observer_and_its_groups() -> None:
     assert alive() is None
     callbacks[0](None)
     assert span.finish_ns is not None
+
+
+def compiled_sums(rank: int, size: int, fullgraph: bool) -> tuple[list[float], str | None]:
+    observer = CollectiveObserver(dict(enumerate(process_groups())))
+    compiled = torch.compile(_sum_over_ranks, fullgraph=fullgraph, backend="aot_eager")
+    try:
+        return compiled(torch.full((2,), float(rank))).tolist(), observer.failure
+    finally:
+        observer.close()
+        torch._dynamo.reset()
+
+
+def _sum_over_ranks(x: torch.Tensor) -> Any:
+    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1  # type: ignore[arg-type]
+
+
+@needs_hooks
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_with_collectives_is_left_alone(ranks: Ranks, fullgraph: bool) -> None:
+    """A wait that is traced must not bring the observer into the user's graph."""
+    assert ranks(2, compiled_sums, fullgraph) == [([3.0, 3.0], None)] * 2

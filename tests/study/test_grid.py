@@ -72,7 +72,8 @@ def test_the_study_of_layouts_has_every_layout_that_fits_at_every_link() -> None
         for layout in layouts.split()
     ]
     assert [str(each) for each in found.left_out] == [
-        "hsdp is left out at 2 nodes x 1 rank: with one rank on a node there is nothing to shard inside it; that is ddp"
+        "hsdp is left out at 2 nodes x 1 rank: layout hsdp shards inside a node, but every node has one rank: "
+        "that is ddp; or use fsdp"
     ]
     assert len({cell.key for cell in found.cells}) == 18
 
@@ -216,7 +217,7 @@ def test_two_cells_never_share_a_key_and_keys_are_plain_file_names(cells: list[C
         ("layouts", {"layouts": "ddp;"}, "--layouts '' is not a list"),
         ("layouts", {"layouts": ""}, "--layouts '' is not a list"),
         ("layouts", {"layouts": "pp=3"}, "none of the --layouts fits: pp=3 is left out at 2 nodes x 1 rank: layout"),
-        ("layouts", {"ranks": "1", "layouts": "hsdp"}, "nothing to shard inside it"),
+        ("layouts", {"ranks": "1", "layouts": "hsdp"}, "every node has one rank"),
         ("layouts", {"model": "num_layers"}, "'num_layers' is no size of a model: write num_layers=8"),
         ("layouts", {"model": "num_layers=x"}, "is no size of a model"),
         ("layouts", {"model": "num_layers=" + "9" * 5000}, "is no size of a model"),

@@ -291,8 +291,6 @@ def layout_name(text: str, cell: Cell) -> str:
     """The layout's one name on the nodes of this cell: `fsdp` for `shard=4`. UserError when it cannot be there."""
     nodes = _nodes_of(cell)
     layout = parse_layout(text, nodes)
-    if text == "hsdp" and 1 in (layout.dp_replicate, layout.dp_shard):
-        raise UserError("with one rank on a node there is nothing to shard inside it; that is ddp")
     names = {_layout_or_none(name, nodes): name for name in reversed(LAYOUTS)}
     return names.get(layout) or ",".join(f"{name}={size}" for name, size in layout.mesh_sizes.items())
 
