@@ -90,7 +90,10 @@ def averages_are_sums() -> Iterator[None]:
 
     def mistaken(call: Any) -> Any:
         def reduce(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(dist.ReduceOp.SUM if each == dist.ReduceOp.AVG else each for each in args)
+            args = tuple(
+                each if isinstance(each, torch.Tensor) or each != dist.ReduceOp.AVG else dist.ReduceOp.SUM
+                for each in args
+            )
             if kwargs.get("op") == dist.ReduceOp.AVG:
                 kwargs["op"] = dist.ReduceOp.SUM
             return call(*args, **kwargs)
