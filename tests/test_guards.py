@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bireme import guards, parallel
 from bireme.errors import SharedError
-from bireme.guards import check_gradients, check_reductions, check_replicas, check_same, check_start
+from bireme.guards import check_gradients, check_reductions, check_replicas, check_start
 from bireme.layout import Layout, Pipeline
 from bireme.mesh import Mesh, local
 from bireme.model import preset
@@ -298,17 +298,3 @@ def with_a_small_memory(rank: int, size: int) -> int:
 def test_never_more_than_one_whole_block_is_in_memory(ranks: Ranks) -> None:
     a_block = sum(each.numel() for each in parallel.GPT(plan_of(FSDP).model).layers["0"].parameters())
     assert ranks(2, with_a_small_memory) == [a_block, a_block]
-
-
-def same(rank: int, size: int) -> tuple[str, str]:
-    world = world_of()
-    commands = said(lambda: check_same(world, {"lr": 0.1} if rank else {"quick": True}))
-    assert "different commands" in commands
-    agreed = said(lambda: check_same(world, {"lr": 0.1, "steps": 3}))
-    return agreed, said(lambda: check_same(world, {"lr": 0.1, "steps": 3 + rank // 2}))
-
-
-def test_settings_that_differ_are_named(ranks: Ranks) -> None:
-    for agreed, different in ranks(4, same):
-        assert agreed == "nothing"
-        assert different.endswith("steps is 3 on rank 0, but 4 on ranks 2-3")

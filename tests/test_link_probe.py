@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from bireme import link_pairs
-from bireme.errors import SharedError
-from bireme.link_command import _agree
 from bireme.link_pairs import Pair
 from bireme.link_probe import Probe, groups_of, sizes
 from bireme.links import OPERATIONS, Measurement
@@ -202,19 +200,3 @@ def stopped(rank: int, size: int) -> str:
 
 def test_a_stop_is_asked_for_between_repetitions(ranks: RankPool) -> None:
     assert ranks(2, stopped) == ["stopped", "stopped"]
-
-
-def agree(rank: int, size: int) -> str:
-    world = here(rank, torch.device("cpu"))
-    _agree(world, 1024, 5.0)  # the same on all: nothing to say
-    try:
-        _agree(world, 1024 * (1 + rank), 5.0)
-    except SharedError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_were_asked_for_different_sizes_are_told_so(ranks: RankPool) -> None:
-    """They would wait for each other's next operation."""
-    for said in ranks(2, agree):
-        assert "up to 1024 bytes in 5 s, and rank 1 up to 2048" in said

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-import torch
 from rich.console import Console
 
 from bireme import cli
@@ -29,8 +28,7 @@ from bireme.parity_cases import (
     sequence_length,
     variants_of,
 )
-from bireme.parity_command import Report, Row, _agree, choose, render
-from bireme.world import here
+from bireme.parity_command import Report, Row, choose, render
 
 if TYPE_CHECKING:
     from tests.pool import RankPool
@@ -243,18 +241,6 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     captured = capsys.readouterr()
     lines = captured.err.strip().splitlines()
     assert captured.out == "" and len(lines) == 1 and said in lines[0]
-
-
-def disagree(rank: int, size: int) -> str:
-    world = here(rank, torch.device("cpu"))
-    _agree(world, ["the same"])
-    with pytest.raises(UserError) as error:
-        _agree(world, ["quick" if rank == 1 else "slow"])
-    return str(error.value)
-
-
-def test_ranks_with_other_options_are_told(ranks: RankPool) -> None:
-    assert {said.split(":")[0] for said in ranks(2, disagree)} == {"rank 1 was started with other options than rank 0"}
 
 
 def parity(folder: Path, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:

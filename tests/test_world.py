@@ -2,7 +2,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,9 +10,14 @@ import torch
 from bireme import world
 from bireme.advertise import Place
 from bireme.channel import Channel
-from bireme.errors import UserError
+from bireme.errors import SharedError, UserError
 from bireme.nodes import EmulatedCluster
 from bireme.world import PeerLost, World, join_timeout_s, peer_lost_in_one_line, topology
+
+if TYPE_CHECKING:
+    from tests.pool import RankPool
+else:
+    from pool import RankPool
 
 # --- topology ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ def test_the_time_to_join() -> None:
 JOIN = """
 import torch, torch.distributed as dist
 from bireme.channel import Channel
-from bireme.errors import UserError
+from bireme.errors import SharedError, UserError
 from bireme.nodes import EmulatedCluster
 from bireme.world import join
 try:
@@ -195,3 +200,24 @@ def test_other_errors_stay_what_they_are() -> None:
     world = World(1, 2, 0, torch.device("cpu"), Channel(), [], [])
     with pytest.raises(RuntimeError, match="shape"), peer_lost_in_one_line(world):
         raise RuntimeError("the shape is wrong")
+
+
+# --- settings --------------------------------------------------------------------------------------------------
+
+
+def agree(rank: int, size: int) -> list[str]:
+    here = world.here(rank, torch.device("cpu"))
+    here.agree({"lr": 0.1, "steps": 3})  # the same on all: nothing to say
+    said = []
+    for values in ({"lr": 0.1, "steps": 3 + rank // 2}, {"lr": 0.1} if rank else {"quick": True}):
+        with pytest.raises(SharedError) as error:
+            here.agree(values)
+        said.append(str(error.value))
+    return said
+
+
+def test_settings_that_differ_are_named(ranks: RankPool) -> None:
+    """Ranks with other settings would wait for each other's next collective, or train something else."""
+    for steps, commands in ranks(4, agree):
+        assert steps == "the ranks were started with different settings: steps is 3 on rank 0, but 4 on ranks 2-3"
+        assert commands.startswith("the ranks were started with different commands")

@@ -7,7 +7,7 @@ from other weights, a reduction that is left out. A model trains on, only worse.
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class Checked:
 def check_start(parallel: Parallel, world: World) -> Checked:
     """All start-up checks; collective. SharedError names the group, the tensor and the ranks of what is wrong."""
     started = time.perf_counter()
-    check_same(world, asdict(parallel.plan))
+    world.agree(asdict(parallel.plan))
     corrected = check_reductions(parallel.mesh, world)
     if corrected:
         sum_instead_of_average(parallel)
@@ -67,20 +67,6 @@ def check_start(parallel: Parallel, world: World) -> Checked:
     check_replicas(parallel, world.device, "before the first step")
     groups = [*parallel.mesh.groups, *([MODEL] if parallel.mesh.model is not None else [])]
     return Checked(seconds=time.perf_counter() - started, groups=groups, corrected=corrected)
-
-
-def check_same(world: World, values: Mapping[str, Any]) -> None:
-    """Collective. SharedError naming the first of these values (what JSON can hold) that is another on some rank."""
-    everybodys = world.channel.all_gather(values)
-    if not all(isinstance(each, dict) and each.keys() == values.keys() for each in everybodys):
-        raise SharedError("the ranks were started with different commands, or different versions of bireme")
-    for name, value in everybodys[0].items():
-        others = [rank for rank, each in enumerate(everybodys) if each.get(name) != value]
-        if others:
-            raise SharedError(
-                f"the ranks were started with different settings: {name} is {value!r} on rank 0, but "
-                f"{everybodys[others[0]].get(name)!r} on {name_ranks(others)}"
-            )
 
 
 # --- reductions --------------------------------------------------------------------------------------------------
@@ -273,7 +259,7 @@ def _copies(mesh: Mesh, kind: str) -> list[list[int]]:
     layout = mesh.layout
     if kind == TIED:
         # Without a pipeline both are one parameter; untied ones never meet.
-        groups = [[group[0], group[-1]] for group in layout.groups("pp")] if mesh.ties else []
+        groups = layout.tied_groups() if mesh.ties else []
     else:
         groups = layout.groups(kind)
     return [[mesh.order[position] for position in group] for group in groups]

@@ -97,7 +97,7 @@ def _measure(problem: str | None, max_bytes: int, seconds: float, out: Path, dev
                 )
             stop.on_stuck = say_stopped
             world.raise_together(problem)
-            _agree(world, max_bytes, seconds)
+            world.agree({"max_bytes": max_bytes, "seconds": seconds})
             world.set_timeout(max(_SILENT_S, _SILENT_SHARE * seconds))
             with world.together():
                 _check_memory(max_bytes, world.local_size)
@@ -110,17 +110,6 @@ def _measure(problem: str | None, max_bytes: int, seconds: float, out: Path, dev
         raise
     finally:
         world.leave()
-
-
-def _agree(world: "World", max_bytes: int, seconds: float) -> None:
-    """SharedError where ranks were started with different options: they would wait for each other's next operation."""
-    asked = world.channel.all_gather([max_bytes, seconds])
-    for rank, each in enumerate(asked):
-        if each != asked[0]:
-            raise SharedError(
-                f"rank 0 is to measure up to {asked[0][0]} bytes in {asked[0][1]:g} s, and rank {rank} up to {each[0]} "
-                f"bytes in {each[1]:g} s: start all with the same --max-bytes and --seconds"
-            )
 
 
 def _table(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bireme.environment import Launch
-from bireme.errors import SharedError, UserError
+from bireme.errors import UserError
 from bireme.layout import check_layout_text, parse_layout
 from bireme.text import count
 
@@ -156,7 +156,7 @@ def _run(problem: str | None, layouts: Sequence[str], steps: int, quick: bool) -
         with StopRequest() as stop, peer_lost_in_one_line(world, stop.check, "nothing is known of the layouts"):
             stop.on_stuck = say_stopped
             world.raise_together(problem)
-            _agree(world, [list(layouts), steps, quick])
+            world.agree({"layout": list(layouts), "steps": steps, "quick": quick})
             with world.together():
                 cases = choose([node["ranks"] for node in world.nodes], layouts)
             return world.rank, _report(world, cases, steps, quick, stop, listed=not layouts)
@@ -165,14 +165,6 @@ def _run(problem: str | None, layouts: Sequence[str], steps: int, quick: bool) -
         raise
     finally:
         world.leave()
-
-
-def _agree(world: "World", asked: list[Any]) -> None:
-    """SharedError where ranks were started with different options: they would wait for each other's collectives."""
-    everybody = world.channel.all_gather(asked)
-    for rank, each in enumerate(everybody):
-        if each != everybody[0]:
-            raise SharedError(f"rank {rank} was started with other options than rank 0: give all ranks the same")
 
 
 def choose(nodes: Sequence[Sequence[int]], layouts: Sequence[str]) -> "list[Case]":

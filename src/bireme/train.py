@@ -29,7 +29,7 @@ from bireme.data import Corpus, open_tokens, prepare, rank_share, share
 from bireme.environment import UNSHAPED, Launch
 from bireme.errors import SharedError, UserError
 from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
-from bireme.guards import check_replicas, check_same, check_start
+from bireme.guards import check_replicas, check_start
 from bireme.inject import Injector, Straggler
 from bireme.layout import (
     Pipeline,
@@ -259,7 +259,7 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
         if rank_log is None:
             rank_log = stack.enter_context(RankLog(world.rank, console))
         # Paths and threads may differ from node to node; whether the data are the same is seen below.
-        check_same(world, {name: each for name, each in config.as_dict().items() if name not in _OF_A_NODE})
+        world.agree({name: each for name, each in config.as_dict().items() if name not in _OF_A_NODE})
         _set_threads(config, world)
         with world.together():
             trainer = Trainer(config, world)
@@ -334,7 +334,8 @@ def train(config: TrainConfig, world: World, console: Console, rank_log: RankLog
 def silence_limit_s(environ: Mapping[str, str], trainer: Trainer) -> float | None:
     """After how long without an answer a rank takes the others for lost; None: PyTorch's 30 minutes.
 
-    BIREME_TIMEOUT_S says it. On emulated nodes it is 20 s, and what slow links and planted delays explain.
+    BIREME_TIMEOUT_S says it. On emulated nodes it is 20 s, 40 s with a pipeline, and what slow links and planted delays
+    explain.
     """
     given = environ.get("BIREME_TIMEOUT_S")
     if given:

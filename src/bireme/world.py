@@ -77,6 +77,20 @@ class World:
         if said:
             raise SharedError("; ".join(said))
 
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """SharedError naming the first of these settings (what JSON can hold) that is another on some rank: the ranks
+        would wait for each other's next collective, or train something else. Collective."""
+        everybodys = self.channel.all_gather(values)
+        if not all(isinstance(each, dict) and each.keys() == values.keys() for each in everybodys):
+            raise SharedError("the ranks were started with different commands, or different versions of bireme")
+        for name, value in everybodys[0].items():
+            others = [rank for rank, each in enumerate(everybodys) if each[name] != value]
+            if others:
+                raise SharedError(
+                    f"the ranks were started with different settings: {name} is {value!r} on rank 0, but "
+                    f"{everybodys[others[0]][name]!r} on {name_ranks(others)}"
+                )
+
     def set_timeout(self, timeout_s: float) -> None:
         """How long a collective, or a message on the channel, may take from now on; new groups need it said again."""
         self.channel.timeout_s = timeout_s
