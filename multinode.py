@@ -13,7 +13,9 @@ the rank that sleeps (the last, if not set), STRAGGLER_PHASE where (forward, if 
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import cyclopts
 from rich.console import Console
@@ -54,7 +56,7 @@ def _train(overlap: bool, steps: int) -> None:
     from bireme.study.rows import load_rows, rows_from_run, save_rows, table
     from bireme.train import run_training
 
-    def config() -> TrainConfig:
+    def config(base: Mapping[str, Any] | None) -> TrainConfig:
         ranks = Launch.from_environment(os.environ).size
         straggler = Straggler.from_environment(os.environ, ranks)
         delays = len(straggler.delays_ms) if straggler else 1

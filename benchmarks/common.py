@@ -23,7 +23,7 @@ from bireme.config import TrainConfig
 from bireme.cores import usable_cores
 from bireme.observe.monitor import Monitor
 from bireme.record import utc_now, write_json_atomic
-from bireme.train import Trainer
+from bireme.trainer import Trainer
 from bireme.world import World, join
 
 RANKS = 2

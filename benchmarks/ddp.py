@@ -19,15 +19,20 @@ from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bireme.checkpoint.folder import CHECKPOINTS
+from bireme.checkpoint.saver import Saver
 from bireme.config import TrainConfig
 from bireme.console import StepPrinter
 from bireme.data import Corpus, open_tokens, prepare, rank_share
+from bireme.facts import describe
 from bireme.model import GPT, preset
 from bireme.observe.monitor import Monitor
+from bireme.preemption import CommonStop
 from bireme.record import STEPS_FILE
 from bireme.replicas import Overlapped
 from bireme.shutdown import StopRequest
-from bireme.train import Trainer, describe, loop
+from bireme.train import loop
+from bireme.trainer import Trainer
 from bireme.world import World
 
 if TYPE_CHECKING:
@@ -101,7 +106,7 @@ def observed(trainer: Trainer, directory: Path, facts: dict[str, Any], output: T
                 printer.show(line)
 
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
+        stop = CommonStop(stack.enter_context(StopRequest()), world.size)
         monitor = Monitor(
             directory,
             facts=facts,
@@ -114,10 +119,12 @@ def observed(trainer: Trainer, directory: Path, facts: dict[str, Any], output: T
             console = Console(file=output, highlight=False, soft_wrap=True)
             printer = StepPrinter(console, trainer.config.steps, lambda rate: None)
             stack.callback(printer.close)
+        saver = Saver(directory / CHECKPOINTS, keep=1, keep_every=0)
         cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
         with monitor:
-            loop(trainer, monitor, stop.check)
+            loop(trainer, monitor, stop, saver)
             wall_ns = time.perf_counter_ns() - wall_ns
+            stop.close()
             common.await_exchange(monitor)
             return time.process_time_ns() - cpu_ns, wall_ns
 

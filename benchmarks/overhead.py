@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bireme.observe.collectives import CollectiveObserver
 from bireme.observe.monitor import Monitor
 from bireme.record import STEPS_FILE
-from bireme.train import Trainer
+from bireme.trainer import Trainer
 from bireme.world import World
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bireme.sample
+from bireme.data.tokenizers import load_tokenizer
 from bireme.errors import UserError
 from bireme.model import GPT, ModelConfig, preset
 from bireme.sample import generate, load_weights, sample_run, save_weights
@@ -122,7 +124,6 @@ def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
         (None, "was not written by Bireme: its metadata lacks"),
         ({"tokenizer": "bytes"}, "was not written by Bireme: its metadata lacks"),
         ({"config": "{}"}, "was not written by Bireme: its metadata lacks"),
-        ({"config": "{}", "tokenizer": "gpt2"}, "needs the tokenizer 'gpt2'; only 'bytes' is known"),
         ({"config": "{", "tokenizer": "bytes"}, "describes no model in its metadata 'config': "),
         ({"config": "null", "tokenizer": "bytes"}, "describes no model in its metadata 'config': "),
         ({"config": "{}", "tokenizer": "bytes"}, "describes no model in its metadata 'config': "),
@@ -225,3 +226,35 @@ def test_prompt_outside_the_vocabulary(tmp_path: Path) -> None:
     config = preset("toy", **TINY, vocab_size=100)
     save_weights(dict(model_of(config).named_parameters()), tmp_path / "model.safetensors", config)
     assert line_of(tmp_path, "xy") == "the prompt has a byte 121: the model knows 100 tokens"
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------
+
+
+def test_other_tokenizers(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<|endoftext|>": 0, "one": 1, " ": 2, "two": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    (tmp_path / "chosen.json").write_text(tokenizer.to_str())
+    description = load_tokenizer(str(tmp_path / "chosen.json")).description
+    config = preset("toy", **TINY, vocab_size=4)
+    save_weights(dict(model_of(config).named_parameters()), tmp_path / "model.safetensors", config, description)
+
+    assert "tokenizer.json" in line_of(tmp_path)  # missing
+    (tmp_path / "chosen.json").rename(tmp_path / "tokenizer.json")
+    text = sample_run(tmp_path, "one two", 10, 1.0, None, seed=1)
+    assert text.startswith("one two") and re.fullmatch(r"(one|two| |<\|endoftext\|>){13}", text)
+    assert text == sample_run(tmp_path, "one two", 10, 1.0, None, seed=1)
+
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str().replace("two", "six"))
+    assert "is not the tokenizer" in line_of(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata()["tokenizer"] == description
+
+
+@pytest.mark.parametrize(("tokenizer", "line"), [("gpt2", "'gpt2', which is not known"), ("unknown", ".bin files")])
+def test_a_run_whose_text_cannot_be_told(tmp_path: Path, tokenizer: str, line: str) -> None:
+    save_weights(dict(model_of(GPT2).named_parameters()), tmp_path / "model.safetensors", GPT2, tokenizer)
+    assert line in line_of(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bireme.shutdown import END_AFTER_S, STUCK_AFTER_S, Interrupted, StopRequest
+from bireme.shutdown import SAVE_S, STUCK_AFTER_S, Interrupted, StopRequest
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
@@ -143,7 +143,7 @@ def raise_error(reason):
 
 scenario = sys.argv[1]
 if scenario != "stuck":
-    bireme.shutdown.STUCK_AFTER_S, bireme.shutdown.END_AFTER_S = 0.3, 1.5
+    bireme.shutdown.STUCK_AFTER_S, bireme.shutdown.SAVE_S = 0.3, 1.2
 with StopRequest() as stop:
     stop.on_stuck = {
         "stuck": lambda reason: print("saving:", reason, flush=True),
@@ -194,7 +194,7 @@ def stuck() -> Iterator[dict[str, Future[Ended]]]:
 def test_a_rank_stuck_in_c_saves_and_ends(stuck: dict[str, Future[Ended]]) -> None:
     code, seconds, output = stuck["stuck"].result()
     assert (code, output) == (130, "saving: Ctrl-C\n")
-    assert END_AFTER_S - 0.5 <= seconds < 25
+    assert STUCK_AFTER_S + SAVE_S - 0.5 <= seconds < 25
 
 
 def test_a_rank_stuck_on_a_lock_saves_and_ends(stuck: dict[str, Future[Ended]]) -> None:

@@ -85,7 +85,7 @@ def train(config: Path | None, overrides: dict[str, Any]) -> None:
 
     if "model" in overrides:
         overrides["model"] = {name: _toml_value(text) for name, text in overrides["model"].items()}
-    directory, world = run_training(lambda: load_config(config, overrides))
+    directory, world = run_training(lambda base: load_config(config, overrides, base))
     if world.rank == 0:
         print(f"run directory: {directory}  (bireme report {directory})")
 
@@ -380,6 +380,134 @@ def sample(
     from bireme.sample import sample_run
 
     print(sample_run(run, prompt, num_tokens, temperature, top_k, seed))
+
+
+data = cyclopts.App(
+    name="data",
+    help="Prepare text for training, and check what was prepared.",
+    help_format="plaintext",
+    result_action="return_value",
+)
+app.command(data)
+
+
+@data.command(name="prepare")
+def data_prepare(
+    *sources: str,
+    out: Path,
+    tokenizer: str = "bytes",
+    tokenizer_pattern: str | None = None,
+    text_field: str = "text",
+    workers: int | None = None,
+    shard_megabytes: float | None = None,
+) -> None:
+    """Turn text into token files: text, JSON lines (.jsonl) and Parquet files, or folders of them; also .gz.
+
+    bireme data prepare corpus/ --out tokens/ --tokenizer tokenizer.json
+    bireme train --data tokens/
+
+    Stopped at any moment, it goes on where it was when it is started again. Nothing is downloaded. docs/data.md says
+    what the folder holds.
+
+    Parameters
+    ----------
+    sources
+        Files and folders; or stdlib, the sources of Python's standard library.
+    out
+        Folder to write: new, empty, or an unfinished one of the same preparation.
+    tokenizer
+        bytes, or the path of a Hugging Face tokenizer.json, or of a tiktoken file (also Llama 3's tokenizer.model).
+    tokenizer_pattern
+        How a tiktoken file splits text, where its name does not say: gpt2, r50k_base, p50k_base, cl100k_base,
+        o200k_base or llama3.
+    text_field
+        Field of JSON lines, or column of Parquet, that holds the text.
+    workers
+        Processes; not given, one for each usable core. The result does not depend on it.
+    shard_megabytes
+        Source text in each token file; not given, 128, or less for less text.
+    """
+    from bireme.data.command import prepare_command
+
+    prepare_command(list(sources), out, tokenizer, tokenizer_pattern, text_field, workers, shard_megabytes)
+
+
+@data.command(name="verify")
+def data_verify(path: Path, /) -> int:
+    """Read all that was prepared and check it; exit code 1 when something is damaged.
+
+    Parameters
+    ----------
+    path
+        A prepared folder, or one token file.
+    """
+    from bireme.data.command import verify_command
+
+    return verify_command(path)
+
+
+checkpoint = cyclopts.App(
+    name="checkpoint",
+    help="List, check and export the checkpoints of a run.",
+    help_format="plaintext",
+    result_action="return_value",
+)
+app.command(checkpoint)
+
+
+@checkpoint.command(name="list")
+def checkpoint_list(run: Path, /, *, json: bool = False) -> None:
+    """Show the checkpoints of a run, newest first: what they are of, and whether they look whole.
+
+    Parameters
+    ----------
+    run
+        Run directory, or its folder of checkpoints.
+    json
+        Print one JSON object instead of the table (docs/checkpoints.md).
+    """
+    from bireme.checkpoint.command import list_command
+
+    list_command(run, json)
+
+
+@checkpoint.command(name="verify")
+def checkpoint_verify(path: Path, /, *, json: bool = False) -> int:
+    """Read every file of checkpoints and hold it against its checksum; exit code 1 when one is damaged.
+
+    Parameters
+    ----------
+    path
+        Run directory, its folder of checkpoints, or one checkpoint.
+    json
+        Print one JSON object instead (docs/checkpoints.md).
+    """
+    from bireme.checkpoint.command import verify_command
+
+    return verify_command(path, json)
+
+
+@checkpoint.command(name="export")
+def checkpoint_export(path: Path, /, *, out: Path = Path("model.safetensors"), step: int | None = None) -> None:
+    """Write the model of a checkpoint as one safetensors file, with a JSON file that describes it beside it.
+
+    bireme checkpoint export runs/first --out exported/model.safetensors
+    bireme sample exported
+
+    examples/load_exported.py loads it without bireme's trainer, in one process.
+
+    Parameters
+    ----------
+    path
+        Run directory, of which the newest whole checkpoint is taken, or one checkpoint.
+    out
+        File to write; one that exists is refused.
+    step
+        Take the checkpoint of this step.
+    """
+    from bireme.checkpoint.command import export_command
+
+    export_command(path, out, step)
 
 
 def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., Any], inspect.BoundArguments]:

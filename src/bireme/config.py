@@ -19,7 +19,7 @@ class TrainConfig:
     """Every field is a key of the TOML file (`global_batch_size = 32`) and an option (`--global-batch-size 32`)."""
 
     run: str | None = None
-    """Run directory; default: runs/<UTC time>-<id>. One that holds a run already is refused."""
+    """Run directory; default: runs/<UTC time>-<id>. One that holds a run already is refused, unless --resume."""
 
     preset: str = "toy"
     """Model shape by name: toy, toy-llama, small, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama3-8b, llama3-70b."""
@@ -108,18 +108,40 @@ class TrainConfig:
     exchange_every: int = 10
     """Ranks exchange what they measured every so many steps (in the background), or every two seconds."""
 
+    checkpoint_every: int = 0
+    """Save a checkpoint after every so many steps, and after the last; 0: only when the run is asked to stop."""
+
+    checkpoint_keep: int = 3
+    """How many of the newest checkpoints stay."""
+
+    checkpoint_keep_every: int = 0
+    """Checkpoints of every step that this divides stay, too; 0: none."""
+
+    resume: bool = False
+    """Go on with the run in --run, from its last good checkpoint and with its settings where no others are given."""
+
+    resume_from: str | None = None
+    """Go on from another run's last good checkpoint, or from this checkpoint, in a run directory of its own."""
+
+    log_samples: bool = False
+    """Write the ids of every step's samples to samples.jsonl."""
+
+    workers: int = 0
+    """Processes of each rank that read data ahead; 0: a thread."""
+
     peak_seconds: float = 1.0
     """How long to measure what a matrix multiplication reaches on this CPU, for MFU; 0: no MFU on a CPU."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "global_batch_size", "lr", "exchange_every")
+        positive = ("steps", "global_batch_size", "lr", "exchange_every", "checkpoint_keep")
         optional = ("micro_batch_size", "sequence_length", "threads", "bucket_mb", "pipeline_stages_per_rank")
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} is {value}: it must be positive")
         not_negative = ("lr_warmup_steps", "weight_decay", "gradient_clip_norm", "evaluate_every", "skip_steps")
-        for name in (*not_negative, "peak_seconds", "seed", "evaluation_samples"):
+        counts = ("checkpoint_every", "checkpoint_keep_every", "workers", "seed", "evaluation_samples")
+        for name in (*not_negative, *counts, "peak_seconds"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must not be negative")
         if not 0 <= self.lr_min_ratio <= 1:
@@ -127,11 +149,14 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be from 0 to below 1")
-        for name in ("run", "data"):
+        for name in ("run", "data", "resume_from"):
             if not str(getattr(self, name)).isprintable():
                 raise UserError(f"{name} is {getattr(self, name)!r}: write it with printable characters only")
+        if self.resume and self.resume_from is not None:
+            raise UserError("resume and resume_from exclude each other: go on in the run itself, or in a new one")
         check_layout_text(self.layout)
         limits = {"global_batch_size": 10_000_000, "threads": 1024, "bucket_mb": 1e6, "peak_seconds": 600.0}
+        limits["workers"] = 128
         for each in fields(self):
             value, most = getattr(self, each.name), limits.get(each.name, 2**31 - 1)
             if isinstance(value, (int, float)) and value > most and each.name not in ("lr", "weight_decay"):
@@ -185,8 +210,12 @@ def _pipeline_micro_batches(share: int, pipeline_size: int) -> int:
     return next((number for number in whole if number >= 2 * pipeline_size), (whole or divisors)[-1])
 
 
-def load_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The configuration from a TOML file (or none) with overrides on top.
+# What belongs to one start of the program, and not to the run that is continued.
+OF_A_START = ("run", "resume", "resume_from")
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The configuration from a TOML file (or none) with overrides on top; `base`, that of a run to continue, is below.
 
     UserError names the file and field of whatever is wrong: unreadable file, TOML that does not parse, an unknown
     field (with the nearest name), a value of the wrong type.
@@ -202,8 +231,10 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
         for name, value in document.items():
             values[name.replace("-", "_")] = value
     try:
-        model = {**_table(values.get("model", {})), **_table(overrides.get("model", {}))}
-        values = {**values, **overrides}
+        below = {name: value for name, value in (base or {}).items() if name not in OF_A_START}
+        tables = (below.get("model", {}), values.get("model", {}), overrides.get("model", {}))
+        model = {name: value for table in tables for name, value in _table(table).items()}
+        values = {**below, **values, **overrides}
         if model:
             values["model"] = model
         return TrainConfig(**_checked(values))

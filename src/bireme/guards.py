@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from bireme.data.loader import Share
 from bireme.errors import SharedError
 from bireme.layout import MODEL, TIED, Layout
 from bireme.mesh import Mesh, local, local_part, replicated
@@ -27,6 +28,7 @@ from bireme.world import World
 
 _ELEMENTS = 64  # per rank in the reductions that are checked
 _SMALL_HEAD_DIM = 8
+_SAMPLES = 64  # of each rank's share of the first step
 _RECOMPUTED_ELEMENTS = 4_000_000  # of each rank's initial weights: a second's work on one core at most
 # A factor is at least 2 when a sum is taken for a mean, and different samples have different gradients; rounding is
 # 1e-5 in fp32, and some percent in the bf16 of GPUs.
@@ -296,3 +298,27 @@ def _all_gather(row: Tensor, device: torch.device) -> Tensor:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return torch.stack(rows).cpu()
+
+
+def check_samples(share: Share, world: World) -> None:
+    """SharedError when, in the first step, two ranks would train on the same samples, or ranks that compute one
+    replica's step together on different ones. Collective."""
+    if world.size == 1 or share.global_batch_size > share.corpus.num_train_samples:
+        return  # a batch of more than an epoch has samples twice
+    first = share.ids(share.first_step)[:_SAMPLES].tolist()
+    holders: dict[int, int] = {}  # sample: the rank that has it first
+    leaders: dict[int, int] = {}  # data-parallel rank: the first of its ranks
+    everybodys = world.channel.all_gather((share.rank, first))
+    for rank, (place, ids) in enumerate(everybodys):
+        leader = leaders.setdefault(place, rank)
+        if ids != everybodys[leader][1]:
+            raise SharedError(
+                f"{name_ranks([leader, rank])} compute one replica's step together, but read different samples"
+            )
+        for sample in ids:
+            holder = holders.setdefault(sample, leader)
+            if holder != leader:
+                raise SharedError(
+                    f"{name_ranks([holder, rank])} would both train on sample {sample} in step {share.first_step}: "
+                    "the data are not divided over the ranks"
+                )

@@ -4,12 +4,15 @@ What is read may come from anywhere: it is checked here, once, so that reports c
 """
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import math
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,11 @@ VERSION = 1
 RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 EVENTS_FILE = "events.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 LOGS_DIRECTORY = "logs"
+RESUMED = "resumed"  # the event that an attempt to continue the run begins with
+
+_LOCK_WAIT_S = 5.0  # what a process that is being ended may take to let go of its run
 
 CELLS = len(PHASES) * len(STATES)
 
@@ -73,12 +80,16 @@ class RunWriter:
     Raises UserError when the directory is not free; every method raises OSError when the disk is full or gone.
     """
 
-    def __init__(self, directory: Path, facts: Mapping[str, Any]):
-        """Claim `directory` (created where needed; empty, or with nothing but `logs/`) and write `run.json`."""
+    def __init__(self, directory: Path, facts: Mapping[str, Any], resume_after: int | None = None):
+        """Claim `directory` (created where needed; empty, or with nothing but `logs/`) and write `run.json`.
+
+        With `resume_after` go on with the run that is there, after that step: what it recorded of later steps is
+        dropped, since they are made again; its `run.json` is kept as `run-0001.json` (0002, ...)."""
         self.directory = directory
         # Re-entrant: a signal handler may want to finish the run while the same thread is writing to it.
         self._lock = threading.RLock()
         self._torn: set[str] = set()
+        self._claim = -1
         self._facts: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -86,15 +97,29 @@ class RunWriter:
             "status_reason": None,
             "started_utc": utc_now(),
             "ended_utc": None,
+            "attempt": 1,
+            "first_step": 1,
             **facts,
         }
+        try:
+            if resume_after is None:
+                self._begin()
+            else:
+                self._go_on(resume_after)
+            write_json_atomic(directory / RUN_FILE, self._facts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        directory = self.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
             taken = {entry.name for entry in directory.iterdir()} - {LOGS_DIRECTORY}
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{directory} is not a directory: choose another --run DIR") from None
         if RUN_FILE in taken:
-            raise UserError(f"run {directory} exists: choose another --run DIR")
+            raise UserError(f"run {directory} exists: choose another --run DIR, or continue it with --resume")
         if taken:
             raise UserError(f"{directory} is not empty and holds no run: choose another --run DIR")
         try:  # of two runs started at once, exactly one gets the directory
@@ -102,15 +127,65 @@ class RunWriter:
         except FileExistsError:
             raise UserError(f"run {directory} exists: choose another --run DIR") from None
         (directory / EVENTS_FILE).touch()
-        write_json_atomic(directory / RUN_FILE, self._facts)
+        self._hold()
+
+    def _go_on(self, after: int) -> None:
+        before = read_facts(self.directory)
+        self._hold()
+        attempt = before.get("attempt")
+        attempt = attempt if type(attempt) is int else 1
+        write_json_atomic(self.directory / earlier_run_file(attempt), before)
+        for name in (STEPS_FILE, SAMPLES_FILE):
+            _keep_steps(self.directory / name, after)
+        self._facts["attempt"] = attempt + 1
+        self.event(RESUMED, attempt=attempt + 1, **(self._facts.get("resumed_from") or {}))
+
+    def _hold(self) -> None:
+        """Two processes must not write to one run; what a process holds goes with it, however it ends."""
+        self._claim = os.open(self.directory / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"run {self.directory} is written by another process: end that first") from None
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                return  # a file system without locks
+
+    def close(self) -> None:
+        """Lets go of the directory."""
+        if self._claim >= 0:
+            os.close(self._claim)
+            self._claim = -1
 
     def steps(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append one line a step."""
         self._append(STEPS_FILE, lines)
 
+    def samples(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append the sample ids of steps."""
+        if lines and not (self.directory / SAMPLES_FILE).exists():
+            (self.directory / SAMPLES_FILE).touch()
+        self._append(SAMPLES_FILE, lines)
+
     def event(self, event: str, /, **fields: Any) -> None:
-        """Append one event, stamped with the time."""
-        self._append(EVENTS_FILE, [{"time_utc": utc_now(), "event": event, **fields}])
+        """Append one event, stamped with the time unless it has one."""
+        self._append(EVENTS_FILE, [{"time_utc": fields.pop("time_utc", None) or utc_now(), "event": event, **fields}])
+
+    def sync(self) -> None:
+        """What was written so far survives also the machine."""
+        for name in (STEPS_FILE, SAMPLES_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(self.directory / name, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
 
     def finish(self, status: str, reason: str | None = None, **more_facts: Any) -> None:
         """Renew `run.json` with how the run ended, and note it as a `status` event."""
@@ -128,11 +203,38 @@ class RunWriter:
                 data = b"\n" + data
             # Opened anew each time: a handle kept open would write on, unseen, after the directory was removed.
             with os.fdopen(os.open(self.directory / name, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
                 self._torn.add(name)
                 rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:  # all lines or none: they may be tried again
+                    file.truncate(size_bytes)
+                    self._torn.discard(name)
+                    raise
                 self._torn.discard(name)
+
+
+def earlier_run_file(attempt: int) -> str:
+    return f"run-{attempt:04d}.json"
+
+
+def _keep_steps(path: Path, upto: int) -> None:
+    """Keeps the lines of steps up to `upto`; the file is the old one or the new one at every moment."""
+    lines, _ = _read_lines(path)
+    kept = [line for line in lines if isinstance(line, dict) and type(line.get("step")) is int and line["step"] <= upto]
+    if not path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(_encode(line) + b"\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -140,13 +242,19 @@ class RunWriter:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as it was read: the types of what reports use are checked, the numbers are as they were written."""
+    """A run as it was read: the types of what reports use are checked, the numbers are as they were written.
+
+    Of a run that was resumed, `facts`, `steps` and `events` are those of its last attempt that made a step: ranks and
+    layout may have changed. `earlier_steps` and `earlier_events` came before.
+    """
 
     directory: Path
     facts: dict[str, Any]
     steps: list[dict[str, Any]]
     events: list[dict[str, Any]]
     damaged_lines: int  # lines that could not be used, other than a torn last one
+    earlier_steps: list[dict[str, Any]] = field(default_factory=list)
+    earlier_events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -282,16 +390,15 @@ def _read_lines(path: Path) -> tuple[list[Any], int]:
     return lines, damaged
 
 
-def read_run(directory: Path) -> Run:
-    """Read a run directory, finished or still growing; a run without steps is legal. Raises UserError, in one line,
-    when it is none, is of a newer version or is damaged beyond single lines."""
-    path = directory / RUN_FILE
+def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
+    """The facts of a run, checked. Raises UserError, in one line, when the directory holds none."""
+    path = directory / name
     try:
         facts = orjson.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory: give the directory of a run") from None
-        raise UserError(f"{directory} is not a run: it holds no {RUN_FILE}") from None
+        raise UserError(f"{directory} is not a run: it holds no {name}") from None
     except orjson.JSONDecodeError as error:
         raise UserError(f"{path} is damaged: {error}") from None
     except OSError as error:
@@ -304,13 +411,51 @@ def read_run(directory: Path) -> Run:
     if version > VERSION:
         raise UserError(f"{path} has version {version}, this bireme reads up to {VERSION}: install a newer bireme")
     _check_facts(directory, facts)
+    return facts
 
+
+def _number_of(facts: dict[str, Any], name: str) -> int:
+    """A whole number of a record that may be older than the field."""
+    value = facts.get(name)
+    return value if type(value) is int else 1
+
+
+def _since(lines: list[Any], facts: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The lines of the attempts before that of `facts`, and its own."""
+    before: list[Any] = []
+    after: list[Any] = []
+    if _number_of(facts, "attempt") == 1:
+        return before, lines
+    first_step = _number_of(facts, "first_step")
+    for line in lines:
+        step = line.get("step") if isinstance(line, dict) else None
+        (before if type(step) is int and step < first_step else after).append(line)
+    return before, after
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run directory, finished or still growing; a run without steps is legal. Raises UserError, in one line,
+    when it is none, is of a newer version or is damaged beyond single lines."""
+    newest = facts = read_facts(directory)
     try:
-        steps, damaged_steps = _read_lines(directory / STEPS_FILE)
+        lines, damaged_steps = _read_lines(directory / STEPS_FILE)
         events, damaged_events = _read_lines(directory / EVENTS_FILE)
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    earlier, steps = _since(lines, facts)
+    while not steps and earlier:  # resumed, and no step made since
+        facts = read_facts(directory, earlier_run_file(_number_of(facts, "attempt") - 1))
+        earlier, steps = _since(earlier, facts)
+    facts = {**facts, **{name: newest.get(name) for name in ("status", "status_reason", "ended_utc")}}
+
     good_steps = [line for line in steps if _is_step(line, facts["world_size"], len(facts["groups"]))]
     good_events = [line for line in events if _is_event(line)]
+    attempt = _number_of(facts, "attempt")
+    begun = [
+        index
+        for index, event in enumerate(good_events)
+        if event["event"] == RESUMED and event.get("attempt") == attempt and attempt > 1
+    ]
+    begins = begun[-1] if begun else 0
     damaged = damaged_steps + damaged_events + len(steps) - len(good_steps) + len(events) - len(good_events)
-    return Run(directory, facts, good_steps, good_events, damaged)
+    return Run(directory, facts, good_steps, good_events[begins:], damaged, earlier, good_events[:begins])

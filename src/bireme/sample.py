@@ -1,4 +1,4 @@
-"""Weights of a run on disk, and text sampled from them. The tokens are bytes."""
+"""Weights of a run on disk, and text sampled from them."""
 
 import dataclasses
 import json
@@ -12,20 +12,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bireme.data.tokenizers import BYTES, tokenizer_of
 from bireme.errors import UserError
 from bireme.model import GPT, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
-TOKENIZER = "bytes"
 
 
-def save_weights(parameters: Mapping[str, Tensor], path: Path, config: ModelConfig) -> None:
+def save_weights(parameters: Mapping[str, Tensor], path: Path, config: ModelConfig, tokenizer: str = BYTES) -> None:
     """Writes a model's parameters (tied ones once) and its shape to `path`, or leaves `path` as it was.
 
-    A safetensors file with the metadata "config" (the fields of ModelConfig as JSON) and "tokenizer" ("bytes").
+    A safetensors file with the metadata "config" (the fields of ModelConfig as JSON) and "tokenizer" (the description
+    of the token set that it was trained on).
     """
     weights = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
-    metadata = {"config": json.dumps(dataclasses.asdict(config)), "tokenizer": TOKENIZER}
+    metadata = {"config": json.dumps(dataclasses.asdict(config)), "tokenizer": tokenizer}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()
@@ -46,6 +47,11 @@ def save_weights(parameters: Mapping[str, Tensor], path: Path, config: ModelConf
 
 def load_weights(path: Path) -> GPT:
     """The model saved at `path`, on the CPU. Raises UserError when it is missing, torn, or not a model of Bireme."""
+    return _load(path)[0]
+
+
+def _load(path: Path) -> tuple[GPT, str]:
+    """The model and the description of its tokenizer."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -61,8 +67,6 @@ def load_weights(path: Path) -> GPT:
 
     if "config" not in metadata or "tokenizer" not in metadata:
         raise UserError(f"{path} was not written by Bireme: its metadata lacks 'config' or 'tokenizer'")
-    if metadata["tokenizer"] != TOKENIZER:
-        raise UserError(f"{path} needs the tokenizer {metadata['tokenizer']!r}; only {TOKENIZER!r} is known")
     try:
         fields: dict[str, Any] = json.loads(metadata["config"])
         config = ModelConfig(**fields)
@@ -79,7 +83,7 @@ def load_weights(path: Path) -> GPT:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path} holds other weights than its 'config' describes: {_one_line(error)}") from None
-    return model
+    return model, metadata["tokenizer"]
 
 
 def _one_line(error: Exception) -> str:
@@ -130,15 +134,24 @@ def generate(
 def sample_run(
     run_directory: Path, prompt: str, num_tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> str:
-    """The prompt and `num_tokens` further bytes from the weights in `run_directory`; what is not UTF-8 shows as �.
+    """The prompt and `num_tokens` further tokens from the weights in `run_directory`; what is not UTF-8 shows as �.
 
-    Raises UserError as `load_weights` and `generate` do, and for a prompt that the model's vocabulary does not cover.
+    Raises UserError as `load_weights` and `generate` do, for a prompt that the model's vocabulary does not cover, and
+    when the tokenizer of the run is missing, is another, or needs a library that is not installed.
     """
-    model = load_weights(run_directory / WEIGHTS_FILE)
-    prompt_bytes = prompt.encode("utf-8", errors="surrogateescape")  # bytes of the command line that were not UTF-8
-    if prompt_bytes and max(prompt_bytes) >= model.config.vocab_size:
-        raise UserError(f"the prompt has a byte {max(prompt_bytes)}: the model knows {model.config.vocab_size} tokens")
-    tokens = torch.tensor(list(prompt_bytes), dtype=torch.int64)
+    path = run_directory / WEIGHTS_FILE
+    model, description = _load(path)
+    try:
+        tokenizer = tokenizer_of(description, run_directory)
+    except UserError as error:
+        raise UserError(f"{path} cannot be sampled: {error}") from None
+    if description != BYTES:  # which takes the bytes of a command line that are not UTF-8 as they are
+        prompt = prompt.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+    tokens = torch.from_numpy(tokenizer.encode_batch([prompt])[0].astype("int64"))
+    if tokens.numel() and int(tokens.max()) >= model.config.vocab_size:
+        raise UserError(
+            f"the prompt has a {'byte' if description == BYTES else 'token'} {int(tokens.max())}: the model knows "
+            f"{model.config.vocab_size} tokens"
+        )
     generated = generate(model, tokens, num_tokens, temperature, top_k, torch.Generator().manual_seed(seed))
-    # A vocabulary of more than 256 tokens can yield one that is no byte: 0xff is never part of UTF-8.
-    return bytes(min(token, 0xFF) for token in generated.tolist()).decode("utf-8", errors="replace")
+    return tokenizer.decode(generated.tolist())

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a stop at the next step boundary, and an end within seconds also when a rank is stuck."""
+"""Ctrl-C, SIGTERM, SIGUSR1: a stop at the next step boundary, and an end within seconds also when a rank is stuck."""
 
 import os
 import select
@@ -10,29 +10,36 @@ from types import FrameType, TracebackType
 from typing import Self
 
 STUCK_AFTER_S = 2.0  # a rank that does not reach its next step by then waits for one that has stopped
-END_AFTER_S = 9.0
+SAVE_S = 7.0  # what is left for saving the record of a rank that is stuck
+REQUEUE = 75  # EX_TEMPFAIL: schedulers may start the job again
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; `exit_code` is 128 + the signal, as shells expect."""
+    """The run was asked to stop. `exit_code` is 128 + the signal, as shells expect, unless another is given."""
 
-    def __init__(self, signal_number: int):
+    def __init__(self, signal_number: int, exit_code: int | None = None):
         super().__init__("Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name)
-        self.exit_code = 128 + signal_number
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number if exit_code is None else exit_code
 
 
 class StopRequest:
-    """`with` block in which SIGINT and SIGTERM only ask: the loop calls `check` at each step boundary.
+    """`with` block in which SIGINT and SIGTERM (or other `signals`) only ask: the loop calls `check` at each step
+    boundary, or reads `signal` and calls `agreed` when it is on its way out.
 
     The thread may be blocked inside a collective, waiting for a rank that has stopped already: no Python handler
-    runs there. A watcher thread is woken by the signal itself (`set_wakeup_fd`), saves what can be saved by calling
-    `on_stuck(reason)`, and ends the process. Must be entered on the main thread; elsewhere it does nothing.
+    runs there. A watcher thread is woken by the signal itself (`set_wakeup_fd`); after `stuck_after_s` without an end
+    of the block it saves what can be saved by calling `on_stuck(reason)`, and ends the process. Must be entered on the
+    main thread; elsewhere it does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)) -> None:
         self.on_stuck: Callable[[str], None] = lambda reason: None
-        self._signal = 0
+        self.stuck_after_s = STUCK_AFTER_S
+        self.signal = 0  # the first that came
+        self._signals = signals
         self._left = threading.Event()
+        self._agreed = False
         self._previous: dict[int, object] = {}
         self._previous_fd = -1
         self._pipe: tuple[int, int] | None = None
@@ -40,11 +47,20 @@ class StopRequest:
 
     def check(self) -> None:
         """Raises Interrupted when a stop was asked for."""
-        if self._signal:
-            raise Interrupted(self._signal)
+        if self.signal:
+            raise Interrupted(self.signal)
+
+    def agreed(self, signal_number: int) -> None:
+        """The loop ends, in order, for this signal, which another rank may have got: nobody needs to watch. Who presses
+        Ctrl-C once more does not want to wait."""
+        self.signal = self.signal or signal_number
+        self._agreed = True
+        self._left.set()
+        if self._pipe is not None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _handle(self, signal_number: int, _frame: FrameType | None) -> None:
-        self._signal = self._signal or signal_number
+        self.signal = self.signal or signal_number
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -53,7 +69,7 @@ class StopRequest:
         os.set_blocking(write_end, False)
         self._pipe = read_end, write_end
         self._previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._signals:
             self._previous[number] = signal.signal(number, self._handle)
         self._watcher = threading.Thread(target=self._watch, args=(read_end,), name="bireme-shutdown", daemon=True)
         self._watcher.start()
@@ -65,6 +81,8 @@ class StopRequest:
         if self._pipe is None:
             return
         for number, handler in self._previous.items():
+            if self._agreed and number != signal.SIGINT:
+                handler = signal.SIG_IGN  # launchers repeat themselves, and the process is about to end
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._pipe[1])
@@ -74,25 +92,26 @@ class StopRequest:
         # interpreter while that ends is ended inside C++, and the process aborts.
         self.on_stuck = lambda reason: None
         if self._watcher is not None:
-            self._watcher.join(END_AFTER_S)
+            self._watcher.join(self.stuck_after_s + SAVE_S)
 
     def _watch(self, read_end: int) -> None:
         number = 0
-        while number not in (signal.SIGINT, signal.SIGTERM):
+        while number not in self._signals:
             select.select([read_end], [], [])
             woken_by = os.read(read_end, 1)
             if not woken_by:  # the block was left
                 os.close(read_end)
                 return
             number = woken_by[0]
-        self._signal = self._signal or number
+        self.signal = self.signal or number
+        end_after_s = self.stuck_after_s + SAVE_S
         started = time.monotonic()
-        if not self._left.wait(STUCK_AFTER_S):
+        if not self._left.wait(self.stuck_after_s):
             # In a thread of its own: whatever becomes of it, the process ends.
             saver = threading.Thread(target=self.on_stuck, args=(str(Interrupted(number)),), daemon=True)
             saver.start()
-            saver.join(max(0.0, started + END_AFTER_S - time.monotonic()))
-        self._left.wait(max(0.0, started + END_AFTER_S - time.monotonic()))
+            saver.join(max(0.0, started + end_after_s - time.monotonic()))
+        self._left.wait(max(0.0, started + end_after_s - time.monotonic()))
         if not self._left.is_set():
             os._exit(128 + number)
         os.close(read_end)

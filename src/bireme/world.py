@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from bireme.cores import usable_cores
 from bireme.environment import Launch, forgotten_launcher
 from bireme.errors import SharedError, UserError
 from bireme.meeting import Meeting
+from bireme.neighbours import Neighbours
 from bireme.network import answers
 from bireme.text import listed, name_ranks, printable
 
@@ -41,6 +42,10 @@ class World:
     ranks: list[dict[str, Any]]  # by rank: node, local_rank, host, pid, cores, device, address, interface
     nodes: list[dict[str, Any]]  # name, ranks
     meeting: Meeting | None = None  # rank 0 keeps the store open with it
+    neighbours: Neighbours = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.neighbours = Neighbours(self.ranks, self.rank)
 
     @property
     def node(self) -> str:
@@ -139,7 +144,8 @@ def peer_lost_in_one_line(
                 f"({hint})"
             ) from error
         if _LOST_PEER.search(str(error)):
-            raise PeerLost(f"rank {world.rank} on {world.node} stopped: another rank has left ({hint})") from error
+            who = world.neighbours.gone() or "another rank has left"
+            raise PeerLost(f"rank {world.rank} on {world.node} stopped: {who} ({hint})") from error
         raise
 
 

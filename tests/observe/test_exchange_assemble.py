@@ -44,13 +44,13 @@ def report(steps: list[dict[str, Any]], events: Any = (), warnings: Any = ()) ->
 def one_step(*ranks: dict[str, Any]) -> dict[str, Any]:
     """The record of one step with these reports, as they arrive: through JSON."""
     reports = [report([reported(1, rank, **changes)]) for rank, changes in enumerate(ranks)]
-    lines, _ = assemble(orjson.loads(orjson.dumps(reports)))
+    lines, _, _ = assemble(orjson.loads(orjson.dumps(reports)))
     assert len(lines) == 1
     return lines[0]
 
 
 def test_every_step_becomes_one_line_with_a_value_per_rank_in_rank_order() -> None:
-    lines, events = assemble([report([reported(step, rank) for step in (4, 5, 6)]) for rank in range(3)])
+    lines, events, _ = assemble([report([reported(step, rank) for step in (4, 5, 6)]) for rank in range(3)])
     assert [line["step"] for line in lines] == [4, 5, 6]
     for line in lines:
         for index, name in enumerate(PER_RANK):
@@ -106,7 +106,7 @@ def test_a_fact_does_not_replace_what_was_measured(name: str) -> None:
 
 
 def test_events_follow_in_rank_order_and_warnings_name_the_ranks_that_said_them() -> None:
-    lines, events = assemble(
+    lines, events, _ = assemble(
         [
             report([], [{"event": "gc_pause", "rank": 0}], ["low memory"]),
             report([], [{"event": "host", "rank": 1}, {"event": "gc_pause", "rank": 1}], ["low memory", "slow disk"]),
@@ -167,7 +167,7 @@ class Ranks:
                 groups=[(list(range(size)), None)],
                 every=1,
                 resolve=lambda observation: (0, 0, []),
-                deliver=lambda lines, events: None,
+                deliver=lambda lines, events, samples: None,
                 warnings=list,
             )
             for rank in range(size)
@@ -272,5 +272,5 @@ def test_a_loss_that_is_not_finite_survives_the_way_to_rank_0(loss: float) -> No
         exchange = Ranks(2).exchanges[rank]
         observation = Observation(1, [], loss=mean, loss_count=10)
         reports.append(exchange._report([observation], [(0, 100, [Segment(0, 0, 100, cpu_ns=50)])]))
-    lines, _ = assemble(orjson.loads(orjson.dumps(reports)))
+    lines, _, _ = assemble(orjson.loads(orjson.dumps(reports)))
     assert (lines[0]["loss"], lines[0]["loss_reason"]) == (None, str(loss))

@@ -300,7 +300,7 @@ def exchange_steps(rank: int, size: int, steps: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
 
-    def deliver(new_lines: list[dict[str, Any]], new_events: list[dict[str, Any]]) -> None:
+    def deliver(new_lines: list[dict[str, Any]], new_events: list[dict[str, Any]], _: list[dict[str, Any]]) -> None:
         lines.extend(new_lines)
         events.extend(new_events)
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _UNKNOWN = torch.iinfo(torch.int64).max
 _LATE_FINISH_S = 2.0  # how long to wait for the finish of a collective after its step has ended
+_ALONE_S = 5.0  # that a rank waits for the others at its end without a word
 _MEANWHILE_S = 2.0  # steps are handed over at least this often, so that a reader is never far behind
 _HOST_EVERY_NS = 5_000_000_000
 NOTABLE_PAUSE_NS = 1_000_000
@@ -33,9 +34,9 @@ class Exchange(threading.Thread):
     """The background half of the monitor on each rank.
 
     `groups` is the run's table of observed groups, the same on every rank: for each its member ranks, and the gloo
-    side group that stands for it (None where this rank is not a member, or is the only one). `deliver(lines, events)`
-    is called on rank 0 with complete step records. `traffic` is given on the rank that counts its node's bytes. An
-    error ends the exchange, never the training: it is kept in `failure` and logged once.
+    side group that stands for it (None where this rank is not a member, or is the only one). `deliver(lines, events,
+    samples)` is called on rank 0 with complete step records. `traffic` is given on the rank that counts its node's
+    bytes. An error ends the exchange, never the training: it is kept in `failure` and logged once.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Exchange(threading.Thread):
         groups: list[tuple[list[int], Any]],
         every: int,
         resolve: Callable[[Observation], tuple[int, int, list[ledger.Segment]]],
-        deliver: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
+        deliver: Callable[[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]], None],
         warnings: Callable[[], list[str]],
         queue_workers: int = 2,
         traffic: TrafficCounter | None = None,
+        first_step: int = 1,
     ):
         super().__init__(name="bireme-exchange", daemon=True)
         self.failure: str | None = None
@@ -61,9 +63,10 @@ class Exchange(threading.Thread):
         self._problem: str | None = None  # on this rank: all are told in the next round, and stop together
         self._notes: deque[dict[str, Any]] = deque()
         self._queue: deque[Observation] = deque()
-        self._submitted = 0  # last step that the training thread ended
-        self._done = 0  # last step handed over
-        self._target = 1  # hand over when this step has ended
+        self._submitted = first_step - 1  # last step that the training thread ended
+        self._done = first_step - 1  # last step handed over
+        self._target = first_step  # hand over when this step has ended
+        self._at_once = 0  # hand over when this step has ended, whatever the target
         self._mean_ns = int(_MEANWHILE_S * 1e9)  # of a step in the last window; one step a window at first
         self._closing = False
         self._give_up_at: float | None = None
@@ -84,14 +87,20 @@ class Exchange(threading.Thread):
             return
         self._queue.append(observation)
         self._submitted = observation.step
-        if observation.step >= self._target:
+        if observation.step >= self._target or observation.step == self._at_once:
+            self._wake.set()
+
+    def hand_over(self, step: int) -> None:
+        """The steps up to this one go to the record as soon as it has ended: every rank asks for the same one."""
+        self._at_once = step
+        if self._submitted >= step:
             self._wake.set()
 
     def begin(self) -> None:
         """The first step begins: what the host took before is nobody's, and what the network carried."""
         self._host.taken_ns()
         if self._traffic is not None:
-            self._traffic.mark(0)
+            self._traffic.mark(self._submitted)
             self._traffic.take()
 
     def note(self, event: dict[str, Any]) -> None:
@@ -106,7 +115,13 @@ class Exchange(threading.Thread):
         self._closing = True
         self._wake.set()
         if self.is_alive():
-            self.join(within_s + 2.0)
+            self.join(min(_ALONE_S, within_s + 2.0))
+        if self.is_alive() and within_s > _ALONE_S:
+            log.warning(
+                "rank %d has ended its loop after step %d and waits for ranks that have not",
+                *(self._channel.rank, self._submitted),
+            )
+            self.join(within_s + 2.0 - _ALONE_S)
         return not self.is_alive() and self.failure is None
 
     # --- the thread ---
@@ -126,14 +141,16 @@ class Exchange(threading.Thread):
                 log.warning("%s", message)
                 if self._channel.rank == 0:  # at once: no exchange will carry it
                     with suppress(Exception):
-                        self._deliver([], [{"event": "warning", "ranks": [0], "message": message}])
+                        self._deliver([], [{"event": "warning", "ranks": [0], "message": message}], [])
         finally:
             self._queue.clear()
             self._channel.give_up = lambda: False
 
     def _round(self) -> bool:
         """One exchange; True when every rank has closed."""
-        if not self._closing and self._submitted < self._target:
+        while (
+            not self._closing and self._submitted < self._target and not self._done < self._at_once <= self._submitted
+        ):
             self._wake.wait()
             self._wake.clear()
         closing = self._closing  # read before the step: a step submitted before closing must be in this round
@@ -346,6 +363,7 @@ def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[s
         "tokens": observation.tokens,
         "loss": None if total is None else [total, observation.loss_count],
         "facts": {name: _number(value) for name, value in observation.facts.items()},
+        "samples": observation.samples,
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
         "cells_ns": [cell for row in account.cells for cell in row],
@@ -377,9 +395,12 @@ _PER_RANK = (
 )
 
 
-def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The step records and events of a window, from every rank's report in rank order (pure)."""
+def assemble(
+    reports: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The step records, events and sample ids of a window, from every rank's report in rank order (pure)."""
     lines = []
+    samples = []
     for each in zip(*(report["steps"] for report in reports), strict=True):
         first = each[0]
         losses = [(float(step["loss"][0]), step["loss"][1]) for step in each if step["loss"] is not None]
@@ -397,13 +418,16 @@ def assemble(reports: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
         for name in _PER_RANK:
             line[name] = [step[name] for step in each]
         lines.append(line)
+        shares = sorted(step["samples"] for step in each if step.get("samples") is not None)
+        if shares:
+            samples.append({"step": first["step"], "ids": [sample for _, ids in shares for sample in ids]})
     events = [event for report in reports for event in report["events"]]
     said: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         for message in report["warnings"]:
             said.setdefault(message, []).append(rank)
     events.extend({"event": "warning", "ranks": ranks, "message": message} for message, ranks in said.items())
-    return lines, events
+    return lines, events, samples
 
 
 def side_groups(

@@ -7,6 +7,7 @@ import os
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from bireme.world import introduce
 log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 60.0
+_KEPT_WRITES = 10_000  # of a record that cannot be written: the oldest go first
 
 
 class Monitor:
@@ -52,6 +54,7 @@ class Monitor:
     exchange_every: hand the steps over at least this often. skip_steps: warm-up steps kept out of averages.
     on_steps: called on rank 0, in the background thread, with each window's step records and events.
     warnings: asked for this rank's new warnings, which travel to rank 0. device: "cuda" to follow the compute stream.
+    first_step: the number of the first step; with `resume` the run that is in the directory goes on with it.
     """
 
     def __init__(
@@ -65,16 +68,21 @@ class Monitor:
         on_steps: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] | None = None,
         warnings: Callable[[], list[str]] = list,
         device: str = "cpu",
+        first_step: int = 1,
+        resume: bool = False,
     ):
         self.directory = Path(directory)
         self._channel = channel or Channel()
         self._on_steps = on_steps
-        self._skip_steps = skip_steps
-        self._step = 1
+        self._step = first_step
+        self._skip_upto = self._step - 1 + skip_steps
         self._closed = False
         self._closing = threading.Lock()
         self._writer: RunWriter | None = None
         self._writer_failure: str | None = None
+        self._unwritten: deque[Callable[[RunWriter], None]] = deque(maxlen=_KEPT_WRITES)
+        self._recorded = threading.Condition()
+        self._recorded_step = self._step - 1
         self._said_not_finite = False
 
         observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
@@ -94,7 +102,9 @@ class Monitor:
                 "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
                 "missing": self.missing,
                 "skip_steps": skip_steps,
-            }
+                "first_step": first_step,
+            },
+            first_step - 1 if resume else None,
         )
 
         self._tracker = PhaseTracker(self._clock)
@@ -118,6 +128,7 @@ class Monitor:
             warnings,
             queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
             traffic=traffic_counter(facts["ranks"], self._channel.rank),
+            first_step=self._step,
         )
         for why in self.missing.values():
             log.warning("%s", why)
@@ -158,6 +169,22 @@ class Monitor:
         if self._writer is not None:
             self._exchange.note({"event": event, **fields})
 
+    def hand_over(self, step: int) -> None:
+        """The steps up to this one go to the record as soon as it has ended; every rank asks for the same step."""
+        self._exchange.hand_over(step)
+
+    def wait_recorded(self, step: int, within_s: float) -> bool:
+        """On rank 0: waits until the record has this step. Also True when there is no record to wait for."""
+        with self._recorded:
+            return self._recorded.wait_for(
+                lambda: self._recorded_step >= step or self._closed or self._exchange.failure is not None, within_s
+            )
+
+    def sync_record(self) -> None:
+        """On rank 0: what was recorded so far survives also the machine. Raises OSError."""
+        if self._writer is not None:
+            self._writer.sync()
+
     def _begin(self) -> None:
         """The first step begins now: what was issued before it belongs to no step."""
         self._collectives.take()
@@ -167,7 +194,7 @@ class Monitor:
 
     def _end_step(self) -> None:
         observation = self._observation
-        if self._step <= self._skip_steps:
+        if self._step <= self._skip_upto:
             observation.skipped = "warm-up"
         observation.boundaries, observation.end = self._tracker.cut()
         observation.spans = self._collectives.take()
@@ -205,6 +232,7 @@ class Monitor:
             # Also after a failed write: a disk may have room for this much, and nobody should take the run for alive.
             with suppress(OSError):
                 self._writer.finish(status, reason or self._writer_failure)
+            self._writer.close()
         self._clock.close()
 
     def _at_exit(self) -> None:
@@ -226,12 +254,12 @@ class Monitor:
 
     # --- inside ---
 
-    def _open_run(self, facts: dict[str, Any]) -> None:
+    def _open_run(self, facts: dict[str, Any], resume_after: int | None) -> None:
         """Rank 0 makes the run directory; what stands in the way of it is raised on every rank."""
         problem = None
         if self._channel.rank == 0:
             try:
-                self._writer = RunWriter(self.directory, facts)
+                self._writer = RunWriter(self.directory, facts, resume_after)
             except UserError as error:
                 problem = str(error)
             except OSError as error:
@@ -242,16 +270,30 @@ class Monitor:
             raise SharedError(problem)
 
     def _write(self, action: Callable[[RunWriter], None]) -> None:
-        if self._writer is None or self._writer_failure is not None:
+        """Writes, in order; what finds no room is kept and tried again the next time: a disk may be cleared."""
+        if self._writer is None:
             return
+        self._unwritten.append(action)
         try:
-            action(self._writer)
+            while self._unwritten:
+                self._unwritten[0](self._writer)
+                self._unwritten.popleft()
         except OSError as error:
-            self._writer_failure = error.strerror or str(error)
-            log.error("cannot write to %s: %s; training goes on without a record", self.directory, self._writer_failure)
+            if self._writer_failure is None:
+                self._writer_failure = error.strerror or str(error)
+                why = f"cannot write to {self.directory}: {self._writer_failure}"
+                log.error("%s; training goes on, what is to be recorded is kept and tried again", why)
+            return
+        if self._writer_failure is not None:
+            log.warning("the record in %s is written again", self.directory)
+            self._writer_failure = None
 
-    def _deliver(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+    def _deliver(
+        self, lines: list[dict[str, Any]], events: list[dict[str, Any]], samples: list[dict[str, Any]]
+    ) -> None:
         self._write(lambda writer: writer.steps(lines))
+        if samples:
+            self._write(lambda writer: writer.samples(samples))
         for line in lines:
             if "loss_reason" in line and not self._said_not_finite:
                 self._said_not_finite = True
@@ -261,6 +303,10 @@ class Monitor:
         for event in events:
             fields = {name: value for name, value in event.items() if name != "event"}
             self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
+        if lines:
+            with self._recorded:
+                self._recorded_step = lines[-1]["step"]
+                self._recorded.notify_all()
         if self._on_steps is not None:
             try:
                 self._on_steps(lines, events)
@@ -300,6 +346,10 @@ class Step:
     def record(self, **facts: Any) -> None:
         """Numbers or scalar tensors that belong to the step's record (rank 0's are kept)."""
         self._observation.facts.update(facts)
+
+    def samples(self, place: int, ids: Any) -> None:
+        """Logs the ids of the samples that this rank trains on in this step; `place` orders the ranks' shares."""
+        self._observation.samples = (place, [int(each) for each in ids])
 
     def skip(self, why: str) -> None:
         """Keeps this step out of averages, because something happened in it that training does not do."""

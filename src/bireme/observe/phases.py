@@ -29,6 +29,7 @@ class Observation:
     loss_count: int | None = None
     skipped: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # tensors or numbers, taken from rank 0
+    samples: tuple[int, Any] | None = None  # this rank's place in the global batch, and its sample ids
     overhead_ns: int = 0
 
 

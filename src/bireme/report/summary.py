@@ -75,7 +75,8 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
         "training_thread_ms": overhead_ms[0],
         "background_ms": overhead_ms[1],
     }
-    losses = [step for step in run.steps if step.get("loss") is not None or "loss_reason" in step]
+    losses = [step for step in run.earlier_steps if is_number(step.get("loss"))]
+    losses += [step for step in run.steps if step.get("loss") is not None or "loss_reason" in step]
     loss = {"first": losses[0].get("loss"), "last": losses[-1].get("loss")} if losses else None
     for name, step in zip(("first", "last"), (losses[0], losses[-1]), strict=True) if loss else ():
         if step.get("loss") is None:
@@ -356,6 +357,9 @@ def _notes(run: Run) -> list[str]:
         notes.append(f"the run is not finished, or was killed: {len(run.steps)} steps so far")
     elif status != "finished":
         notes.append(f"the run {_how_it_ended(run)}")
+    if run.earlier_steps:
+        first = run.facts["first_step"]
+        notes.append(f"resumed after step {first - 1}: everything but the first loss is of the steps from {first} on")
     notes += [f"{capability} not observed: {why}" for capability, why in sorted(run.missing.items())]
     if run.damaged_lines:
         notes.append(f"{run.damaged_lines} damaged lines of the record were left out")
