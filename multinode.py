@@ -52,7 +52,7 @@ def multinode(*, plot: bool = False, overlap: bool = False, steps: int = 40) -> 
 def _train(overlap: bool, steps: int) -> None:
     from bireme.environment import Launch
     from bireme.inject import Straggler
-    from bireme.record import read_run
+    from bireme.run_reader import read_run
     from bireme.study.rows import load_rows, rows_from_run, save_rows, table
     from bireme.train import run_training
 

@@ -27,7 +27,8 @@ from rich.table import Table
 
 from bireme.checkpoint.folder import CHECKPOINTS, Unusable, candidates, check_files, read_manifest, step_of
 from bireme.errors import UserError
-from bireme.record import read_facts, write_json_atomic
+from bireme.record import write_json_atomic
+from bireme.run_reader import read_facts
 from bireme.shutdown import REQUEUE
 
 RESULTS = Path(__file__).resolve().parent.parent / "runs" / "benchmarks"

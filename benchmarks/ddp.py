@@ -28,8 +28,8 @@ from bireme.facts import describe
 from bireme.model import GPT, preset
 from bireme.observe.monitor import Monitor
 from bireme.preemption import CommonStop
-from bireme.record import STEPS_FILE
 from bireme.replicas import Overlapped
+from bireme.run_reader import STEPS_FILE
 from bireme.shutdown import StopRequest
 from bireme.train import loop
 from bireme.trainer import Trainer

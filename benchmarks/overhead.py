@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bireme.observe.collectives import CollectiveObserver
 from bireme.observe.monitor import Monitor
-from bireme.record import STEPS_FILE
+from bireme.run_reader import STEPS_FILE
 from bireme.trainer import Trainer
 from bireme.world import World
 

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from bireme.errors import UserError
 from bireme.ledger import BLOCKED, PHASES, STATES, TRANSFER, WAIT
-from bireme.record import read_run, write_json_atomic
+from bireme.record import write_json_atomic
 from bireme.report.summary import measured_steps
+from bireme.run_reader import read_run
 from bireme.study.rows import fit_line
 
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bireme.environment import UNSHAPED
-from bireme.record import Run, read_run
 from bireme.report.figure import ledger_parts_ms
 from bireme.report.runs_plot import plot_runs
 from bireme.report.summary import summarise
 from bireme.report.terminal import ms, percent
+from bireme.run_reader import Run, read_run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 STEPS = 30

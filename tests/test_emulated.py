@@ -14,7 +14,7 @@ import torch
 
 from bireme.links import LinkTable
 from bireme.nodes import EmulatedCluster
-from bireme.record import read_run
+from bireme.run_reader import read_run
 
 if TYPE_CHECKING:
     from tests.planted import BLOCK, HOSTS, SECOND_CARD, on

@@ -1,8 +1,10 @@
 """The start-up checks pass where all is well, and each planted mistake is found by one of them."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from bireme import guards, parallel
+from bireme.data import Corpus, open_tokens, prepare
+from bireme.data.loader import Share
 from bireme.errors import SharedError
-from bireme.guards import check_gradients, check_reductions, check_replicas, check_start
+from bireme.guards import check_gradients, check_reductions, check_replicas, check_samples, check_start
 from bireme.layout import Layout, Pipeline
 from bireme.mesh import Mesh, local
 from bireme.model import preset
@@ -52,6 +56,58 @@ def world_of() -> World:
 
 def start(plan: Plan) -> tuple[Parallel, World]:
     return parallelise(plan, torch.device("cpu")), world_of()
+
+
+# --- samples -----------------------------------------------------------------------------------------------------
+
+
+def samples_said(rank: int, size: int, text: Path, shares: list[dict[str, Any]]) -> list[str | None]:
+    """What is said of each division of the samples; `rank` and `ranks` may be a function of this rank."""
+    os.environ["BIREME_CACHE"] = str(text.parent / "cache")
+    corpus = Corpus(open_tokens(prepare(str(text))), 16, 256)
+    said: list[str | None] = []
+    for fields in shares:
+        place = fields.get("place", [0, 1])
+        standard = {"seed": 0, "global_batch_size": 32, "micro_batches": 1, "ranks": 2}
+        given = {name: value for name, value in fields.items() if name not in ("place", "before_border")}
+        if "before_border" in fields:
+            given["first_sample"] = corpus.num_train_samples - fields["before_border"]
+        share = Share(**{**standard, "corpus": corpus, "rank": place[rank], **given})
+        try:
+            check_samples(share, world_of())
+            said.append(None)
+        except SharedError as error:
+            said.append(str(error))
+    return said
+
+
+def test_samples_that_are_not_divided_are_found(ranks: Ranks, tmp_path: Path) -> None:
+    """B34."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n};\n" for n in range(150)))
+    cases: list[dict[str, Any]] = [
+        {},
+        {"place": [0, 0]},  # two ranks of one replica
+        {"before_border": 32},
+        *({"before_border": size} for size in (1, 8, 16, 31)),  # a batch of two epochs may have a sample twice
+        {"ranks": 1, "place": [0, 0], "global_batch_size": 1_000_000},
+    ]
+    for said in ranks(2, samples_said, text, cases):
+        assert said == [None] * len(cases)
+    wrong = ranks(2, samples_undivided, text)
+    assert wrong[0] == wrong[1]
+    assert "ranks 0-1 would both train on sample" in wrong[0] and "not divided over the ranks" in wrong[0]
+    wrong = ranks(2, samples_torn, text)
+    assert "ranks 0-1 compute one replica's step together, but read different samples" in wrong[0]
+
+
+def samples_undivided(rank: int, size: int, text: Path) -> str:
+    with patch("bireme.data.loader.rank_share", lambda batch, rank, ranks: slice(0, batch // ranks)):
+        return str(samples_said(rank, size, text, [{}])[0])
+
+
+def samples_torn(rank: int, size: int, text: Path) -> str:
+    return str(samples_said(rank, size, text, [{"place": [0, 0], "seed": rank}])[0])
 
 
 # --- all is well -------------------------------------------------------------------------------------------------

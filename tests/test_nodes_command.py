@@ -179,7 +179,7 @@ def test_torchrun_trains_on_unequal_nodes(tmp_path: Path) -> None:
     options = ["--preset", "toy", "--steps", "3", "--global-batch-size", "12", "--run-dir", str(run_directory)]
     done = nodes("--torchrun", "1,2", "--", "-m", "bireme", "train", *options, timeout_s=180)
     assert done.returncode == 0, done.stderr
-    from bireme.record import read_run
+    from bireme.run_reader import read_run
 
     recorded = read_run(run_directory)
     assert [node["ranks"] for node in recorded.facts["nodes"]] == [[0], [1, 2]]

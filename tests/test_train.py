@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from bireme.config import TrainConfig
 from bireme.errors import UserError
 from bireme.observe.collectives import hooks_missing
-from bireme.record import read_run
 from bireme.report.summary import summarise
+from bireme.run_reader import read_run
 from bireme.sample import WEIGHTS_FILE, sample_run
 from bireme.train import train
 from bireme.world import here

@@ -13,8 +13,8 @@ from bireme.config import TrainConfig
 from bireme.errors import UserError
 from bireme.ledger import STATES, TRANSFER, WAIT
 from bireme.observe.collectives import hooks_missing
-from bireme.record import Run, read_run
 from bireme.report.summary import summarise
+from bireme.run_reader import Run, read_run
 from bireme.sample import WEIGHTS_FILE, sample_run
 from bireme.train import train
 from bireme.world import here

@@ -211,7 +211,7 @@ def _pipeline_micro_batches(share: int, pipeline_size: int) -> int:
 
 
 # What belongs to one start of the program, and not to the run that is continued.
-OF_A_START = ("run", "resume", "resume_from")
+OF_A_START = ("run", "resume", "resume_from", "device")
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -96,7 +96,7 @@ def resumed_from(trainer: Trainer) -> dict[str, Any] | None:
     if resume is None:
         return None
     before = {name: resume.manifest[name] for name in ("step", "samples", "world_size", "layout")}
-    return {"checkpoint": str(resume.folder), **before, "passed_over": resume.skipped}
+    return {"checkpoint": resume.folder and str(resume.folder), **before, "passed_over": resume.skipped}
 
 
 def headline(facts: dict[str, Any], directory: Path) -> str:

@@ -303,8 +303,9 @@ def _all_gather(row: Tensor, device: torch.device) -> Tensor:
 def check_samples(share: Share, world: World) -> None:
     """SharedError when, in the first step, two ranks would train on the same samples, or ranks that compute one
     replica's step together on different ones. Collective."""
-    if world.size == 1 or share.global_batch_size > share.corpus.num_train_samples:
-        return  # a batch of more than an epoch has samples twice
+    epoch = share.corpus.num_train_samples
+    if world.size == 1 or share.first_sample % epoch + share.global_batch_size > epoch:
+        return  # a batch that reaches into the next epoch may have a sample twice
     first = share.ids(share.first_step)[:_SAMPLES].tolist()
     holders: dict[int, int] = {}  # sample: the rank that has it first
     leaders: dict[int, int] = {}  # data-parallel rank: the first of its ranks

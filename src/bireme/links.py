@@ -12,7 +12,8 @@ from bireme.errors import UserError, nearest
 from bireme.ledger import bus_bandwidth_factor
 from bireme.link_curve import Curve, Fit
 from bireme.link_pairs import Pair, blame, slow_pairs
-from bireme.record import is_number, write_json_atomic
+from bireme.record import write_json_atomic
+from bireme.run_reader import is_number
 
 FORMAT = "bireme-links"
 VERSION = 1

@@ -14,11 +14,10 @@ class Neighbours:
     container of their own) are left out."""
 
     def __init__(self, ranks: list[dict[str, Any]], rank: int):
-        node = ranks[rank]["node"]
-        self._node = node
-        pids = {other["rank"]: other["pid"] for other in ranks if other["node"] == node and other["rank"] != rank}
+        self._node = next((each["node"] for each in ranks if each["rank"] == rank), "")
+        others = [each for each in ranks if each["node"] == self._node and each["rank"] != rank and "pid" in each]
         self._started = {
-            (other, pid): started for other, pid in pids.items() if (started := _start_time(pid)) is not None
+            (each["rank"], each["pid"]): started for each in others if (started := _start_time(each["pid"])) is not None
         }
         self._out_of_memory = _out_of_memory_kills()
 

@@ -1,5 +1,6 @@
 """All ranks stop at the same step, whoever was asked: a flag that travels beside training, and nobody waits for."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ class CommonStop:
     def set_timeout(self, timeout_s: float) -> None:
         if self._group is not None:
             set_group_timeout(timeout_s, self._group)
+
+    def patiently(self) -> AbstractContextManager[None]:
+        """Around what may take long for a reason: a rank in it is not taken for stuck."""
+        return self._request.patiently()
 
     def close(self) -> None:
         """Waits for the last answer: nothing may be under way when the process group ends."""

@@ -5,12 +5,14 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
 STUCK_AFTER_S = 2.0  # a rank that does not reach its next step by then waits for one that has stopped
 SAVE_S = 7.0  # what is left for saving the record of a rank that is stuck
+_TURN_S = 0.05
 REQUEUE = 75  # EX_TEMPFAIL: schedulers may start the job again
 
 
@@ -29,8 +31,8 @@ class StopRequest:
 
     The thread may be blocked inside a collective, waiting for a rank that has stopped already: no Python handler
     runs there. A watcher thread is woken by the signal itself (`set_wakeup_fd`); after `stuck_after_s` without an end
-    of the block it saves what can be saved by calling `on_stuck(reason)`, and ends the process. Must be entered on the
-    main thread; elsewhere it does nothing.
+    of the block it saves what can be saved by calling `on_stuck(reason)`, and ends the process. Time inside
+    `patiently()` does not count. Must be entered on the main thread; elsewhere it does nothing.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)) -> None:
@@ -40,6 +42,7 @@ class StopRequest:
         self._signals = signals
         self._left = threading.Event()
         self._agreed = False
+        self._patient = False
         self._previous: dict[int, object] = {}
         self._previous_fd = -1
         self._pipe: tuple[int, int] | None = None
@@ -55,6 +58,19 @@ class StopRequest:
         Ctrl-C once more does not want to wait."""
         self.signal = self.signal or signal_number
         self._agreed = True
+        self.finishing()
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """A `with` block that may take long, for a reason: nobody takes it for stuck."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+
+    def finishing(self) -> None:
+        """The loop has made its last step: a signal changes nothing any more, only a second Ctrl-C does."""
         self._left.set()
         if self._pipe is not None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,7 +101,8 @@ class StopRequest:
                 handler = signal.SIG_IGN  # launchers repeat themselves, and the process is about to end
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_fd)
-        os.close(self._pipe[1])
+        read_end, write_end = self._pipe
+        os.close(write_end)
         self._pipe = None
         self._left.set()
         # What `on_stuck` holds (process groups) must not go with the watcher's last breath: a thread that waits for the
@@ -93,6 +110,8 @@ class StopRequest:
         self.on_stuck = lambda reason: None
         if self._watcher is not None:
             self._watcher.join(self.stuck_after_s + SAVE_S)
+            if not self._watcher.is_alive():
+                os.close(read_end)  # not sooner: a signal that is written to a pipe nobody reads is an error
 
     def _watch(self, read_end: int) -> None:
         number = 0
@@ -100,18 +119,24 @@ class StopRequest:
             select.select([read_end], [], [])
             woken_by = os.read(read_end, 1)
             if not woken_by:  # the block was left
-                os.close(read_end)
                 return
             number = woken_by[0]
         self.signal = self.signal or number
-        end_after_s = self.stuck_after_s + SAVE_S
-        started = time.monotonic()
-        if not self._left.wait(self.stuck_after_s):
-            # In a thread of its own: whatever becomes of it, the process ends.
-            saver = threading.Thread(target=self.on_stuck, args=(str(Interrupted(number)),), daemon=True)
-            saver.start()
-            saver.join(max(0.0, started + end_after_s - time.monotonic()))
-        self._left.wait(max(0.0, started + end_after_s - time.monotonic()))
-        if not self._left.is_set():
+        if not self._is_stuck():
+            return
+        ends = time.monotonic() + SAVE_S
+        # In a thread of its own: whatever becomes of it, the process ends.
+        saver = threading.Thread(target=self.on_stuck, args=(str(Interrupted(number)),), daemon=True)
+        saver.start()
+        saver.join(SAVE_S)
+        if not self._left.wait(max(0.0, ends - time.monotonic())):
             os._exit(128 + number)
-        os.close(read_end)
+
+    def _is_stuck(self) -> bool:
+        """Whether the block was not left in time."""
+        spent_s = 0.0
+        while spent_s < self.stuck_after_s:
+            if self._left.wait(_TURN_S):
+                return False
+            spent_s += 0.0 if self._patient else _TURN_S
+        return True

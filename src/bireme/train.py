@@ -32,12 +32,13 @@ from bireme.preemption import CommonStop
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import REQUEUE, Interrupted, StopRequest
 from bireme.text import count
-from bireme.trainer import Trainer, silence_limit_s
+from bireme.trainer import Trainer
 from bireme.world import World, join, peer_lost_in_one_line
 
 log = logging.getLogger(__name__)
 
-_OF_A_NODE = ("data", "threads", "device", *OF_A_START)
+# What may differ from node to node.
+_OF_A_NODE = ("data", "threads", *OF_A_START)
 
 _TORCHRUN_GRACE_S = 30.0  # from SIGTERM to SIGKILL, unless told otherwise
 _SAVE_WITHIN_S = 10.0  # for a save that is under way when training fails
@@ -137,6 +138,10 @@ def train(
         request = stack.enter_context(StopRequest((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
         stop = CommonStop(request, world.size)
         directory = Path(world.channel.all_gather(config.run or _default_run())[0])
+        if config.checkpoint_every:
+            check_shared(directory, world)
+            if config.run is None and os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+                log.warning("without --run-dir, a restart by the launcher could not go on with this run")
         monitor = Monitor(
             directory,
             facts=facts,
@@ -154,7 +159,10 @@ def train(
         log.info("%s", headline(facts, directory))
         if resume is not None:
             before = f"{count(resume.manifest['world_size'], 'rank')}, {resume.manifest['layout']}"
-            log.info("goes on after step %d: %s, written by %s", resume.step, resume.folder, before)
+            if resume.folder is not None:
+                log.info("goes on after step %d: %s, written by %s", resume.step, resume.folder, before)
+            else:
+                log.warning("%s ended before its first checkpoint: it begins again with step 1", directory)
         if checked is not None:
             log.info("%s", checked)
         for line in where_groups_are(trainer, facts):
@@ -173,28 +181,28 @@ def train(
             config.checkpoint_keep_every,
             before_commit=lambda step: _record_first(monitor, step),
             note=_Note(monitor),
+            resumed_after=resume.step if resume is not None and resume.run is not None else None,
         )
 
-        limit_s = silence_limit_s(os.environ, trainer)
-        if limit_s is not None:
-            world.set_timeout(limit_s)
-            stop.set_timeout(limit_s)
+        if trainer.silence_limit_s is not None:
+            world.set_timeout(trainer.silence_limit_s)
+            stop.set_timeout(trainer.silence_limit_s)
             for group in process_groups():
-                set_group_timeout(limit_s, group)
+                set_group_timeout(trainer.silence_limit_s, group)
         with monitor:
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
             with world.together():
                 if world.rank == 0:
                     _keep_tokenizer(trainer, directory)
-            if config.checkpoint_every:
-                check_shared(directory / CHECKPOINTS, world)
             try:
                 with peer_lost_in_one_line(world, request.check):
                     loop(trainer, monitor, stop, saver)
+                    request.finishing()
                     stop.close()
-            except BaseException:
-                saver.wait(_SAVE_WITHIN_S)  # what is nearly written may be what the run goes on from
+            except BaseException as error:
+                if type(error) is not KeyboardInterrupt:  # a second Ctrl-C waits for nothing
+                    saver.wait(_SAVE_WITHIN_S)  # what is nearly written may be what the run goes on from
                 raise
             saver.wait()
         # After the last exchange: nobody waits for a slow disk, and nothing is measured any more.
@@ -216,7 +224,7 @@ def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> 
     for number in range(trainer.first_step, config.steps + 1):
         began = time.monotonic()
         if asked := stop.poll():
-            raise _stopped(trainer, monitor, saver, number - 1, asked)
+            raise _stopped(trainer, monitor, stop, saver, number - 1, asked)
         with monitor.step(tokens=tokens_per_rank) as step:
             trainer.train_step(number, monitor, step)
             if number == trainer.first_step and trainer.world.size > 1:
@@ -229,14 +237,18 @@ def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> 
                     step.record(evaluation_loss=loss)
                     monitor.event("evaluation", step=number, loss=loss)
             if config.checkpoint_every and (number % config.checkpoint_every == 0 or number == config.steps):
-                with monitor.phase("checkpoint"):
+                # It may have to wait for a slow disk.
+                with monitor.phase("checkpoint"), stop.patiently():
                     saver.save(number, trainer.state(), trainer.manifest(number))
                 monitor.hand_over(number)
         stop.step_s = time.monotonic() - began
 
 
-def _stopped(trainer: Trainer, monitor: Monitor, saver: Saver, step: int, signal_number: int) -> Stopped:
+def _stopped(
+    trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver, step: int, signal_number: int
+) -> Stopped:
     """Saves the step that all ranks have just made, where it is not saved, and says how the run ends."""
+    stop.close()
     last = saver.wait()
     name = signal.Signals(signal_number).name
     if step < trainer.first_step:
@@ -263,18 +275,19 @@ def _keep_tokenizer(trainer: Trainer, directory: Path) -> None:
 
 
 class _Note:
-    """Passes events of the saver on, and says when a launcher would not wait for a save."""
+    """Passes events of the saver on, and says once when a launcher would not wait for a save."""
 
     def __init__(self, monitor: Monitor):
         self._monitor = monitor
-        self._said = "TORCHELASTIC_RUN_ID" not in os.environ
+        self._grace_s = float("inf")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+            self._grace_s = float(given) if given.isdecimal() else _TORCHRUN_GRACE_S
 
     def __call__(self, event: str, **fields: Any) -> None:
         self._monitor.event(event, **fields)
-        given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        grace_s = float(given) if given.replace(".", "", 1).isdigit() else _TORCHRUN_GRACE_S
-        if event == "checkpoint" and not self._said and fields["seconds"] > grace_s / 2:
-            self._said = True
+        if event == "checkpoint" and 2 * fields["seconds"] > self._grace_s:
+            self._grace_s = float("inf")
             log.warning(
                 "a checkpoint took %.0f s: give torchrun --shutdown-timeout %.0f, or it may kill ranks while they save",
                 *(fields["seconds"], 3 * fields["seconds"]),

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +19,6 @@ from bireme.config import TrainConfig
 from bireme.data import Corpus, open_tokens, prepare, share
 from bireme.data.loader import Loader, Share
 from bireme.data.tokens import verify_tokens
-from bireme.environment import UNSHAPED
 from bireme.errors import UserError
 from bireme.inject import Injector, Straggler
 from bireme.layout import (
@@ -33,15 +32,14 @@ from bireme.layout import (
 )
 from bireme.mesh import local
 from bireme.model import GPT, num_parameters, preset
-from bireme.nodes import parse_rate
 from bireme.observe.monitor import Monitor, Step
 from bireme.parallel import Plan, parallelise
+from bireme.silence import silence_limit_s
 from bireme.traffic import crossing_bytes, node_bytes
-from bireme.world import World, positive_seconds
+from bireme.world import World
 
 log = logging.getLogger(__name__)
 
-_SILENT_S = 20.0  # with what it takes to find out who is silent, half a minute
 _VERIFY_AT_START_BYTES = 1 << 30  # a token set up to this size is read whole before training
 
 
@@ -93,6 +91,8 @@ class Trainer:
         self.autocast: Any = nullcontext()
         if world.device.type == "cuda":
             self.autocast = torch.autocast("cuda", torch.bfloat16)
+        slowest_ms = max(self.straggler.delays_ms, default=0.0) if self.straggler else 0.0
+        self.silence_limit_s = silence_limit_s(os.environ, num_parameters(self.model_config), layout, slowest_ms)
         # One rank a node reads the sources; the others find them prepared.
         if world.first_on_node:
             prepare(config.data)
@@ -148,8 +148,8 @@ class Trainer:
             layers = list(part.layers.values())
             self.injector.plant_in_backward(layers[len(layers) // 2])
 
-        limit_s = silence_limit_s(os.environ, self)
-        self.parallel = parallelise(self.plan, self.world.device, plant, self.autocast, timeout_s=limit_s)
+        how = (self.plan, self.world.device, plant, self.autocast)
+        self.parallel = parallelise(*how, timeout_s=self.silence_limit_s)
         parameters = [each for _, each in self.parallel.named_parameters()]
         matrices = [each for each in parameters if each.dim() >= 2]
         others = [each for each in parameters if each.dim() < 2]
@@ -175,17 +175,19 @@ class Trainer:
         """Weights, moments and generators of the checkpoint to go on from, whatever layout wrote it; every rank at
         once."""
         resume = self.resume
-        if resume is None:
+        if resume is None or resume.folder is None:
             return
         rank, stored = self.world.rank, resume.manifest["tensors"]
         tensors = tensors_to_load(self.parallel, self.optimizer, resume.step, stored, rank, self.world.device)
-        for name, tensor in tensors.items():  # of the same model, so this is damage that no checksum showed
-            if name not in stored or stored[name]["shape"] != list(tensor.shape):
-                raise UserError(f"checkpoint {resume.folder} has no {name} of shape {list(tensor.shape)}")
-        try:
-            load(tensors, resume.folder, self.world.channel.group)
-        except SaveError as error:
-            raise UserError(f"checkpoint {resume.folder} cannot be read: {error}") from None
+        with self.world.together():
+            for name, tensor in tensors.items():  # of the same model, so this is damage that no checksum showed
+                if name not in stored or stored[name]["shape"] != list(tensor.shape):
+                    raise UserError(f"checkpoint {resume.folder} has no {name} of shape {list(tensor.shape)}")
+        with self.world.together():
+            try:
+                load(tensors, resume.folder, self.world.channel.group)
+            except SaveError as error:
+                raise UserError(f"checkpoint {resume.folder} cannot be read: {error}") from None
         restore_generators(tensors, rank, self.world.device)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -264,23 +266,3 @@ class Trainer:
                 totals += torch.stack([local(loss).double() * tokens, torch.tensor(tokens).double().to(totals.device)])
         dist.all_reduce(totals)
         return float(totals[0] / totals[1])
-
-
-def silence_limit_s(environ: Mapping[str, str], trainer: Trainer) -> float | None:
-    """After how long without an answer a rank takes the others for lost; None: PyTorch's 30 minutes.
-
-    BIREME_TIMEOUT_S says it. On emulated nodes it is 20 s, 40 s with a pipeline, and what slow links and planted delays
-    explain.
-    """
-    given = environ.get("BIREME_TIMEOUT_S")
-    if given:
-        return positive_seconds("BIREME_TIMEOUT_S", given)
-    if not environ.get("BIREME_NODE"):
-        return None
-    link = environ.get("BIREME_LINK", UNSHAPED)
-    bits_per_s = None if link == UNSHAPED else parse_rate(link)
-    gradients_s = num_parameters(trainer.model_config) * 4 * 8 / bits_per_s if bits_per_s else 0.0
-    delays_ms = trainer.straggler.delays_ms if trainer.straggler else ()
-    # A stage waits for what others compute, too.
-    silent_s = _SILENT_S * (2 if trainer.layout.pp > 1 else 1)
-    return silent_s + 10 * gradients_s + max(delays_ms, default=0.0) / 1e3

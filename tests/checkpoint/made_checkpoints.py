@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bireme.checkpoint.folder import commit, file_digest, hidden_folder
+from bireme.checkpoint.folder import commit, file_digest, hidden_folder, point
 from bireme.model import GPT, ModelConfig, preset
 
 TINY = preset("toy", num_layers=1, num_heads=2, num_kv_heads=2, embedding_dim=8, feed_forward_dim=12, sequence_length=4)
@@ -68,7 +68,9 @@ def made(
         "tensors": tensors,
         "files": files,
     }
-    return commit(partial, checkpoints, step, {**manifest, **fields}, "0a")
+    folder = commit(partial, checkpoints, step, {**manifest, **fields}, "0a")
+    point(checkpoints, step)
+    return folder
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

@@ -25,6 +25,7 @@ from bireme.checkpoint.folder import (
     prune,
     read_latest,
     read_manifest,
+    set_aside,
     step_of,
     to_delete,
 )
@@ -224,16 +225,16 @@ def test_damaged_checkpoints_do_not_count(tmp_path: Path) -> None:
     assert steps(tmp_path) == [30, 20]
 
 
-def test_what_was_passed_over_does_not_push_out_what_comes_after(tmp_path: Path) -> None:
-    """B36: a flipped bit does not show in a file's size, and the run went on from before it."""
-    for step in (10, 30):
+def test_what_was_passed_over_is_set_aside(tmp_path: Path) -> None:
+    """B36: whole after all, or of another line of the run: it must not come back, nor push out what comes after."""
+    for step in (10, 20, 30):
         made(tmp_path, step)
-    flip(tmp_path / name_of(30) / "rank-00000.safetensors", -1)
-    made(tmp_path, 20)  # by the resumed run
-    assert prune(tmp_path, 1, 0, "0a") == [name_of(10)]
-    assert steps(tmp_path) == [30, 20]
-    made(tmp_path, 40)
-    assert prune(tmp_path, 1, 0, "0a") == [name_of(30), name_of(20)]
+    assert set_aside(tmp_path, 10) == [f"passed-over-{name_of(step)}" for step in (30, 20)]
+    assert steps(tmp_path) == [10]
+    made(tmp_path, 30)
+    assert set_aside(tmp_path, 20) == [f"passed-over-{name_of(30)}-2"]
+    assert set_aside(tmp_path, 20) == []
+    assert len(list(tmp_path.glob("passed-over-*/manifest.json"))) == 3
 
 
 def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -252,15 +253,14 @@ def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     (partial / "rank-00000.safetensors").write_bytes(b"half")
     hidden_folder(tmp_path, 5, "0c", "deleted").mkdir()
     hidden_folder(tmp_path, 5, "0c", "replaced").mkdir()
-    (tmp_path / ".latest.0c").touch()
-    (tmp_path / ".probe-0c").touch()
+    (tmp_path / ".latest.0c.tmp").touch()
     (tmp_path / ".somebody's").touch()
     kept = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     kept.mkdir()
     (kept / "file").touch()
     hidden_folder(tmp_path, 6, "0c", "partial").symlink_to(kept)
     assert steps(tmp_path) == [10]
-    assert len(leftovers(tmp_path)) == 6
+    assert len(leftovers(tmp_path)) == 5
     clean(tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [".somebody's", LATEST, name_of(10)]
     assert (kept / "file").exists(), "a link was followed"

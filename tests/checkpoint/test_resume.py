@@ -150,6 +150,8 @@ def test_none_is_usable(run: Path, world: World) -> None:
 def test_there_is_none(run: Path, world: World) -> None:
     for each in (run / "checkpoints").iterdir():
         each.rename(run / each.name)
+    with (run / "events.jsonl").open("ab") as events:  # it once had some: they are gone
+        events.write(orjson.dumps({"event": "checkpoint", "step": 20}) + b"\n")
     assert "holds no checkpoint to go on from" in refused(world, run=str(run), resume=True)
     (run / "checkpoints").rmdir()
     assert "holds no checkpoint to go on from" in refused(world, run=str(run), resume=True)
@@ -204,8 +206,9 @@ def test_no_such_folder(world: World, tmp_path: Path) -> None:
 
 def test_another_model_or_other_data(run: Path, world: World) -> None:
     found = resumed(run, world)
-    model, data = found.manifest["model"], found.manifest["data"]
-    check_continues(found, {"model": model, "data": data})
+    model, data, config = (found.manifest[name] for name in ("model", "data", "config"))
+    config = {"global_batch_size": config.get("global_batch_size")}
+    check_continues(found, {"model": model, "data": data, "config": config})
     with pytest.raises(
         UserError, match="of another model: norm 'layernorm' there, 'rmsnorm' here, num_layers 1 there, 2 here"
     ):
@@ -218,4 +221,5 @@ def test_another_model_or_other_data(run: Path, world: World) -> None:
 
 def test_a_manifest_is_not_changed_by_the_way_through_the_ranks(run: Path, world: World) -> None:
     found = resumed(run, world)
+    assert found.folder is not None
     assert found.manifest == orjson.loads((found.folder / MANIFEST).read_bytes())["manifest"]

@@ -17,15 +17,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from bireme import preemption
+from bireme import preemption, shutdown
 from bireme.checkpoint import tensors
 from bireme.checkpoint.folder import CHECKPOINTS, LATEST, candidates, check_files, read_manifest
 from bireme.checkpoint.resume import find_resume
 from bireme.config import TrainConfig, load_config
 from bireme.errors import UserError
 from bireme.ledger import BLOCKED, PHASES, STATES, WAIT
-from bireme.record import read_facts, read_run
 from bireme.report.summary import summarise
+from bireme.run_reader import read_facts, read_run
 from bireme.shutdown import REQUEUE
 from bireme.train import Stopped, train
 from bireme.trainer import Trainer
@@ -237,7 +237,8 @@ def test_damage_is_passed_over_with_its_reason(ranks: RankPool, unbroken: Path, 
     assert "step-00000006" in passed_over and "rank-00001.safetensors has" in passed_over
     warnings = [event["message"] for event in read_run(run).events if event["event"] == "warning"]
     assert any("passed over" in message for message in warnings)
-    # The damaged checkpoint of step 6 was replaced by the one that was made again.
+    # The damaged checkpoint of step 6 is kept aside, and the one that was made again is good.
+    assert (run / CHECKPOINTS / "passed-over-step-00000006" / torn.name).exists()
     for folder in candidates(run / CHECKPOINTS):
         check_files(folder, read_manifest(folder))
     assert not list((run / CHECKPOINTS).glob(".step*"))
@@ -253,11 +254,11 @@ def refusals(rank: int, size: int, jobs: list[tuple[Path, dict[str, Any]]]) -> l
     return said
 
 
-def test_what_cannot_go_on_is_refused_in_one_line(
-    ranks: RankPool, unbroken: Path, broken: Path, corpus: str, tmp_path: Path
-) -> None:
+def test_what_cannot_go_on_is_refused_in_one_line(ranks: RankPool, broken: Path, corpus: str, tmp_path: Path) -> None:
     other_text = tmp_path / "other.txt"
     other_text.write_text(Path(corpus).read_text().replace("squared", "SQUARED"))
+    gone = copy_of(broken, tmp_path, "gone")
+    shutil.rmtree(gone / CHECKPOINTS)
     damaged = copy_of(broken, tmp_path, "damaged")
     for folder in candidates(damaged / CHECKPOINTS):
         (folder / "manifest.json").unlink()
@@ -269,14 +270,15 @@ def test_what_cannot_go_on_is_refused_in_one_line(
         (broken, {"resume": True, "seed": 5}, "seed 0 there, 5 here"),
         (broken, {"resume": True, "sequence_length": 8}, "sequence_length 16 there, 8 here"),
         (damaged, {"resume": True}, "no usable checkpoint: "),
-        (unbroken, {"resume": True}, "holds no checkpoint to go on from: start a new run"),
+        (broken, {"resume": True, "global_batch_size": 6}, "the run that goes on has 12: keep it"),
+        (gone, {"resume": True}, "holds no checkpoint to go on from: start a new run"),
         (tmp_path / "none", {"resume": True}, f"there is no run in {tmp_path / 'none'}: leave out --resume"),
         (tmp_path / "new", {"resume_from": str(empty)}, "holds no checkpoint to go on from"),
         (tmp_path / "new", {"resume_from": str(tmp_path / "missing")}, "is not a directory"),
         (broken, {"data": corpus}, "or continue it with --resume"),
     ]
     before = {path: path.read_bytes() for path in broken.rglob("*") if path.is_file() and path.suffix != ".log"}
-    said = ranks(2, refusals, [(directory, fields) for directory, fields, _ in cases])
+    said = ranks(2, refusals, [(directory, fields) for directory, fields, _ in cases], timeout_s=120)
     for rank in range(2):
         for message, (_, _, expected) in zip(said[rank], cases, strict=True):
             assert expected in message
@@ -284,6 +286,22 @@ def test_what_cannot_go_on_is_refused_in_one_line(
     for path, content in before.items():
         assert path.read_bytes() == content, "a refused run changes nothing"
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    ranks: RankPool, unbroken: Path, corpus: str, tmp_path: Path
+) -> None:
+    """There is nothing to go on from, and nothing to lose: said aloud, and not refused again and again."""
+    run = tmp_path / "run"
+    ranks(2, run_all, [(run, {"data": corpus, "checkpoint_every": 9})], 5)
+    assert 0 < len(lines(run, "steps.jsonl")) < 5
+    ranks(2, run_all, [(run, {"resume": True})])
+    assert losses(run) == losses(unbroken)
+    assert lines(run, "samples.jsonl") == lines(unbroken, "samples.jsonl")
+    facts = read_facts(run)
+    assert (facts["attempt"], facts["first_step"], facts["resumed_from"]["checkpoint"]) == (2, 1, None)
+    warnings = [event["message"] for event in read_run(run).events if event["event"] == "warning"]
+    assert f"{run} ended before its first checkpoint: it begins again with step 1" in warnings
 
 
 def resume_of(rank: int, size: int, directory: Path, environments: list[dict[str, str]]) -> list[Any]:
@@ -315,6 +333,13 @@ def test_a_restart_by_the_launcher_goes_on(ranks: RankPool, broken: Path, tmp_pa
     (run / "run.json").write_bytes(orjson.dumps({**facts, "launch_id": "none"}))
     found = ranks(1, resume_of, run, [{}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}])[0]
     assert found == [None, None], "every static launch says none"
+    # One that failed before its first step would do so again.
+    (run / "run.json").write_bytes(orjson.dumps({**facts, "launch_id": "job-7", "status_reason": "no such thing"}))
+    (run / "steps.jsonl").write_bytes(b"")
+    (run / "events.jsonl").write_bytes(b"")
+    shutil.rmtree(run / CHECKPOINTS)
+    found = ranks(1, resume_of, run, [{}, {"TORCHELASTIC_RUN_ID": "job-7", "TORCHELASTIC_RESTART_COUNT": "1"}])[0]
+    assert found[1] == f"run {run} failed before its first step, and would again: no such thing"
 
 
 # --- stopping ----------------------------------------------------------------------------------------------------
@@ -470,10 +495,35 @@ def test_slow_storage_is_checkpoint_time_and_nobodys_fault(
     ranks(2, slow_storage, run, {"data": corpus, "checkpoint_every": 1, "steps": 3})
     assert lines(run, "samples.jsonl") == lines(unbroken, "samples.jsonl")[:3]
     phase = PHASES.index("checkpoint") * len(STATES)
-    for step in read_run(run).steps[1:]:
+    first, *others = read_run(run).steps
+    assert all(sum(cells[phase : phase + len(STATES)]) < 0.5e9 * SLOW_S for cells in first["cells_ns"]), "a copy only"
+    for step in others:
         for cells in step["cells_ns"]:
             assert cells[phase + BLOCKED] > 0.7e9 * SLOW_S
             assert sum(cells[WAIT :: len(STATES)]) < 0.5e9 * SLOW_S
+
+
+def asked_while_it_waits(rank: int, size: int, directory: Path, fields: dict[str, Any]) -> Any:
+    """A signal, a step before a rank waits for a slow save for longer than a stuck rank is given."""
+    with patch.object(preemption, "_STUCK_AFTER_S", 0.2), patch.object(shutdown, "SAVE_S", 0.2):
+        write = tensors._write
+
+        def slow(*arguments: Any) -> Any:
+            time.sleep(SLOW_S)
+            return write(*arguments)
+
+        with patch.object(tensors, "_write", slow):
+            return stopped_by(rank, size, directory, fields, signal.SIGTERM, 0)
+
+
+def test_a_rank_that_waits_for_its_own_save_is_not_taken_for_stuck(
+    ranks: RankPool, corpus: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    said = ranks(2, asked_while_it_waits, run, {"data": corpus, "checkpoint_every": 1})
+    step = int(said[0][2].removeprefix("saved step "))
+    assert said == [("SIGTERM", REQUEUE, f"saved step {step}")] * 2
+    assert read_manifest(candidates(run / CHECKPOINTS)[0])["step"] == step
 
 
 def test_saving_costs_a_step_the_copy_only(ranks: RankPool, broken: Path) -> None:

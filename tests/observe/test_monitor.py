@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from bireme.channel import Channel
 from bireme.errors import UserError
 from bireme.ledger import PHASES, STATES, WAIT
+from bireme.observe import exchange
 from bireme.observe.collectives import hooks_missing
 from bireme.observe.monitor import Monitor
-from bireme.record import Run, read_run
 from bireme.replicas import Overlapped, replicate
+from bireme.run_reader import Run, read_run
 from bireme.shutdown import Interrupted
 
 torch.set_num_threads(1)
@@ -602,6 +603,25 @@ def test_ranks_that_end_at_different_steps(counts: list[int], ranks: Ranks, tmp_
     run = read_run(tmp_path / "run")
     assert [line["step"] for line in run.steps] == list(range(1, min(counts) + 1))
     assert run.facts["status"] == "finished"
+
+
+def leave_early(rank: int, size: int, directory: Path) -> list[str]:
+    with (
+        patch.object(exchange, "_ALONE_S", 0.2),
+        heard() as messages,
+        Monitor(directory, facts=facts_of(size), exchange_every=1) as monitor,
+    ):
+        for _ in range(3 if rank == 1 else 4):
+            with monitor.step():
+                time.sleep(0.01 if rank == 1 else 0.4)
+    return messages
+
+
+def test_a_rank_that_has_no_data_left_is_named_instead_of_waited_for_in_silence(ranks: Ranks, tmp_path: Path) -> None:
+    """B13."""
+    messages = ranks(2, leave_early, tmp_path / "run")
+    assert "rank 1 has ended its loop after step 3 and waits for ranks that have not" in messages[1]
+    assert not any("waits for ranks" in message for message in messages[0])
 
 
 def test_the_end_of_a_run_is_in_its_record(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from bireme.ledger import PHASES, STATES
-from bireme.record import Run, RunWriter, read_run
+from bireme.record import RunWriter
+from bireme.run_reader import Run, read_run
 
 Cells = dict[str, float]  # {"forward/running": 100.0}, milliseconds
 

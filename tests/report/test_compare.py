@@ -6,10 +6,10 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bireme.record import Run
 from bireme.report import report_command
 from bireme.report.compare import compare, render_comparison
 from bireme.report.summary import summarise
+from bireme.run_reader import Run
 
 MakeRun = Callable[..., Run]
 Steps = list[list[dict[str, float] | None]]

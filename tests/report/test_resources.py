@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from bireme.record import Run
 from bireme.report.resources import counted_link_bytes, formula_link_bytes, link_traffic, memory_numbers
+from bireme.run_reader import Run
 
 MILLION = 1_000_000
 MEASURED = {4, 5, 6, 7}

@@ -8,8 +8,8 @@ import pytest
 
 from bireme.errors import UserError
 from bireme.ledger import PHASES, STATES
-from bireme.record import Run
 from bireme.report.summary import quantile, summarise
+from bireme.run_reader import Run
 
 MakeRun = Callable[..., Run]
 Steps = list[list[dict[str, float] | None]]

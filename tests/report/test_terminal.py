@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from bireme.errors import UserError
-from bireme.record import Run
 from bireme.report import report_command
 from bireme.report.summary import summarise
 from bireme.report.terminal import ms, percent, render, scaled
+from bireme.run_reader import Run
 from bireme.text import rank_list
 
 MakeRun = Callable[..., Run]

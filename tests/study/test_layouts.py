@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bireme.record import Run, read_run
+from bireme.run_reader import Run, read_run
 from bireme.study.grid import Cell, Options, study_of
 from bireme.study.layouts import compare_layouts
 from bireme.study.results import study_results

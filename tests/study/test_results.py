@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bireme.record import Run, read_run
+from bireme.run_reader import Run, read_run
 from bireme.study.grid import Cell, Options, study_of
 from bireme.study.results import bound_ms, cell_numbers, largest_growth, link_bytes, link_rate, study_results
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from bireme.ledger import PHASES, STATES
-from bireme.record import Run
+from bireme.run_reader import Run
 from bireme.study.rows import (
     Row,
     balanced_rows,

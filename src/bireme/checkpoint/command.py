@@ -22,7 +22,7 @@ from bireme.checkpoint.folder import (
     step_of,
 )
 from bireme.errors import UserError
-from bireme.record import RUN_FILE
+from bireme.run_reader import RUN_FILE
 from bireme.text import count, listed, printable
 
 _COLUMNS = ("step", "saved (UTC)", "size", "ranks", "layout", "samples", "")

@@ -20,17 +20,19 @@ from typing import Any
 import orjson
 
 from bireme.errors import UserError
+from bireme.files import sync_folder, written_whole
 from bireme.text import printable
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
+ASIDE = "passed-over-"  # before the name of a checkpoint that is not gone on from any more
 TENSORS_SUFFIX = ".safetensors"
 FORMAT = "bireme-checkpoint"
 VERSION = 1
 
 _NAME = re.compile(r"step-([0-9]{8,})")
-_HIDDEN = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]+\.(partial|replaced|deleted)|\.latest\.[0-9a-f]+|\.probe-[0-9a-f]+")
+_HIDDEN = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]+\.(partial|replaced|deleted)|\.latest\.[0-9a-f]+\.tmp")
 _FILE = re.compile(r"rank-[0-9]{5,}" + re.escape(TENSORS_SUFFIX))  # in the checkpoint's own folder, nowhere else
 _CHUNK_BYTES = 1 << 22
 
@@ -181,23 +183,34 @@ def commit(partial: Path, checkpoints: Path, step: int, manifest: dict[str, Any]
         final.rename(replaced)
     partial.rename(final)
     sync_folder(checkpoints)
-    _point(checkpoints, final.name, tag)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
-def _point(checkpoints: Path, name: str, tag: str) -> None:
-    temporary = checkpoints / f".{LATEST}.{tag}"
-    try:
-        with temporary.open("w") as file:
-            file.write(name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(checkpoints / LATEST)
-    finally:
-        temporary.unlink(missing_ok=True)
+def point(checkpoints: Path, step: int) -> None:
+    """Makes `latest` name this checkpoint. Raises OSError."""
+    with written_whole(checkpoints / LATEST) as file:
+        file.write(f"{name_of(step)}\n".encode())
     sync_folder(checkpoints)
+
+
+def set_aside(checkpoints: Path, step: int) -> list[str]:
+    """Renames checkpoints newer than `step`, which a run that goes on from there has passed over: one that is whole
+    after all must not be gone on from later. Returns the new names. Raises OSError."""
+    renamed = []
+    for folder in candidates(checkpoints):
+        if (step_of(folder) or 0) > step:
+            aside = folder.with_name(f"{ASIDE}{folder.name}")
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"{ASIDE}{folder.name}-{number}")
+            folder.rename(aside)
+            renamed.append(aside.name)
+    if renamed:
+        sync_folder(checkpoints)
+    return renamed
 
 
 def to_delete(steps: Iterable[int], keep: int, keep_every: int) -> list[int]:
@@ -207,16 +220,12 @@ def to_delete(steps: Iterable[int], keep: int, keep_every: int) -> list[int]:
 
 
 def prune(checkpoints: Path, keep: int, keep_every: int, tag: str) -> list[str]:
-    """Deletes what is not to be kept; damaged checkpoints do not count. Returns the names of those that are gone."""
+    """Deletes what is not to be kept; torn checkpoints do not count. Returns the names of those that are gone."""
     whole = []
-    newest = step_of(Path(read_latest(checkpoints) or ""))
     for folder in candidates(checkpoints):
-        step = step_of(folder) or 0
-        if newest is not None and step > newest:
-            continue  # passed over when the run was resumed: its damage does not have to show in a file's size
         with contextlib.suppress(Unusable):
             read_manifest(folder)
-            whole.append(step)
+            whole.append(step_of(folder) or 0)
     gone = []
     for step in to_delete(whole, keep, keep_every):
         hidden = hidden_folder(checkpoints, step, tag, "deleted")
@@ -242,12 +251,3 @@ def clean(checkpoints: Path) -> None:
                 shutil.rmtree(each, ignore_errors=True)
             else:
                 each.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """A new name is on disk only when the folder that it is in is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

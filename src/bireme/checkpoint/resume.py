@@ -4,12 +4,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bireme.checkpoint.folder import CHECKPOINTS, Unusable, candidates, check_files, is_checkpoint, read_manifest
 from bireme.config import TrainConfig
 from bireme.errors import SharedError, UserError
-from bireme.record import RUN_FILE, read_facts
+from bireme.run_reader import RESUMED, RUN_FILE, read_facts, read_run
 from bireme.text import name_ranks
 from bireme.world import World
 
@@ -18,7 +18,7 @@ from bireme.world import World
 class Resume:
     """A checkpoint that was checked, and how to go on from it."""
 
-    folder: Path
+    folder: Path | None  # None: the run ended before its first checkpoint, and begins again
     manifest: dict[str, Any]
     run: str | None  # the run that is continued; None: a new run begins
     skipped: list[str] = field(default_factory=list)  # newer checkpoints that were passed over, and why
@@ -33,6 +33,14 @@ class Resume:
         return int(self.manifest["samples"])
 
 
+class _Plan(NamedTuple):
+    """What to go on with, and where to look for a checkpoint."""
+
+    run: str | None
+    where: str
+    from_zero: dict[str, Any] | None  # what stands for a checkpoint where there never was one
+
+
 def restarted(environ: Mapping[str, str]) -> bool:
     """Whether the launcher has started these processes anew, after some of them had failed."""
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
@@ -42,61 +50,84 @@ def find_resume(config: TrainConfig, world: World, environ: Mapping[str, str] = 
     """What to go on from, the same on every rank; None: nothing was asked for. Collective.
 
     A run that `--run` names is continued with `--resume`, and without it when the launcher that started it starts it
-    again. UserError on every rank when there is no usable checkpoint: nobody begins from zero unasked.
+    again. UserError on every rank when its checkpoints are not usable, or gone: no run begins from zero but one that
+    never had a checkpoint.
     """
-    plan: tuple[str | None, str] | None = None  # the run to continue, the folder to look in
+    plan: _Plan | None = None
     with world.together():
         if world.rank == 0:
             plan = _plan(config, environ)
-    plan = world.channel.all_gather(plan)[0]
-    if plan is None:
+    told = world.channel.all_gather(None if plan is None else list(plan))[0]
+    if told is None:
         return None
-    run, where = plan
-    found = _candidates(Path(where), world)
+    run, where, from_zero = told
     skipped: list[str] = []
-    for folder in found:
+    for folder in _candidates(Path(where), world):
         manifest, reason = _check(folder, world)
         if manifest is not None:
             return Resume(folder, manifest, run, skipped)
         skipped.append(f"{folder}: {reason}")
     if skipped:
         raise SharedError(f"no usable checkpoint: {'; '.join(skipped)}; start a new run, with another --run DIR")
+    if from_zero is not None:
+        return Resume(None, from_zero, run)
     raise SharedError(
         f"{where} holds no checkpoint to go on from: start a new run, with another --run DIR and --checkpoint-every N"
     )
 
 
-def _plan(config: TrainConfig, environ: Mapping[str, str]) -> tuple[str | None, str] | None:
+def _plan(config: TrainConfig, environ: Mapping[str, str]) -> _Plan | None:
     """On rank 0."""
-    if config.resume_from is not None:
-        return None, _source(Path(config.resume_from))
+    run = config.run
+    same_launch = run is not None and _is_of_launch(Path(run), environ)
+    if run is not None and (config.resume or same_launch):
+        if not (Path(run) / RUN_FILE).exists():
+            raise UserError(f"there is no run in {run}: leave out --resume to start one")
+        own = Path(run) / CHECKPOINTS
+        if config.resume_from is not None and not candidates(own):
+            return _Plan(run, _source(Path(config.resume_from)), None)
+        return _Plan(run, str(own), _from_zero(Path(run), same_launch))
     if config.resume:
-        if config.run is None:
-            raise UserError("resume needs the run to go on with: give --run DIR")
-        if not (Path(config.run) / RUN_FILE).exists():
-            raise UserError(f"there is no run in {config.run}: leave out --resume to start one")
-        return config.run, str(Path(config.run) / CHECKPOINTS)
-    if config.run is None:
-        if restarted(environ):
-            raise UserError(
-                "the launcher has started the ranks again, but nothing says which run to go on with: give --run DIR"
-            )
-        return None
+        raise UserError("resume needs the run to go on with: give --run DIR")
+    if config.resume_from is not None:
+        return _Plan(None, _source(Path(config.resume_from)), None)
+    if run is None and restarted(environ):
+        raise UserError(
+            "the launcher has started the ranks again, but nothing says which run to go on with: give --run DIR"
+        )
+    return None
+
+
+def _is_of_launch(run: Path, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher that starts us has started this run before."""
     launch_id = environ.get("TORCHELASTIC_RUN_ID")
-    if launch_id in (None, "", "none") or not (Path(config.run) / RUN_FILE).exists():  # "none": of every static launch
+    if launch_id in (None, "", "none"):  # "none": of every static launch
+        return False
+    try:
+        return read_facts(run).get("launch_id") == launch_id
+    except UserError:  # no run, or none that can be read: whoever wants to write there will say so
+        return False
+
+
+def _from_zero(run: Path, same_launch: bool) -> dict[str, Any] | None:
+    """What stands for the checkpoint of a run that ended before its first one; None where it had one."""
+    record = read_run(run)
+    saved = {"checkpoint", RESUMED}
+    if any(event["event"] in saved for event in (*record.earlier_events, *record.events)):
         return None
-    if read_facts(Path(config.run)).get("launch_id") != launch_id:
-        return None
-    return config.run, str(Path(config.run) / CHECKPOINTS)
+    facts = record.facts
+    if same_launch and facts["status"] == "failed" and not record.steps:
+        why = " ".join((facts.get("status_reason") or "").split())
+        raise UserError(f"run {run} failed before its first step, and would again: {why}")
+    config, layout = facts.get("config") or {}, facts.get("layout") or ""
+    return {"step": 0, "samples": 0, "config": config, "world_size": record.world_size, "layout": layout}
 
 
 def _source(given: Path) -> str:
     """The folder that --resume-from means: of a run, of its checkpoints, or one checkpoint."""
     if not given.is_dir():
         raise UserError(f"resume_from: {given} is not a directory: give a run's, or a checkpoint's")
-    if is_checkpoint(given):
-        return str(given)
-    if (given / CHECKPOINTS).is_dir():
+    if not is_checkpoint(given) and (given / CHECKPOINTS).is_dir():
         return str(given / CHECKPOINTS)
     return str(given)
 
@@ -135,12 +166,20 @@ def _check(folder: Path, world: World) -> tuple[dict[str, Any] | None, str | Non
     return None, worst if everywhere else f"{name_ranks(ranks)}: {worst}"
 
 
-def check_continues(resume: Resume, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Whether this training (`model`, `data`, as a manifest has them) is the checkpoint's. UserError naming what is
-    another: the tensors would not fit, or samples be left out and repeated."""
+def check_continues(resume: Resume, facts: Mapping[str, Any]) -> None:
+    """Whether this training (its manifest) is the checkpoint's. UserError naming what is another: the tensors would not
+    fit, or samples be left out and repeated."""
+    if resume.folder is None:
+        return
     for part, what in (("model", "of another model"), ("data", "of other data, or of this before it was changed")):
         stored, mine = resume.manifest[part], facts[part]
         differing = [name for name in mine if stored.get(name) != mine[name]]
         if differing:
             listed = ", ".join(f"{name} {stored.get(name)!r} there, {mine[name]!r} here" for name in differing[:6])
             raise UserError(f"checkpoint {resume.folder} is {what}: {listed}")
+    name = "global_batch_size"
+    before, now = resume.manifest["config"].get(name), facts["config"][name]
+    if resume.run is not None and before != now:
+        raise UserError(
+            f"{name} is {now}, but the run that goes on has {before}: keep it, or begin another run with --resume-from"
+        )

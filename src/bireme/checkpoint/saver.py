@@ -14,17 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from bireme.channel import Channel, PeerTimeout, new_side_group, set_group_timeout
-from bireme.checkpoint.folder import clean, commit, hidden_folder, prune
+from bireme.checkpoint.folder import clean, commit, hidden_folder, point, prune, set_aside
 from bireme.checkpoint.state import copy_to_cpu
 from bireme.checkpoint.tensors import SaveError, save
 from bireme.errors import UserError
-from bireme.record import utc_now
-from bireme.text import name_ranks
+from bireme.record import PROBE, utc_now
+from bireme.text import listed, name_ranks
 from bireme.world import World
 
 log = logging.getLogger(__name__)
 
 _SEEN_WITHIN_S = 5.0  # for a network file system to show a new file elsewhere
+MEET_WITHIN_S = 300.0  # for all ranks to come to a save: they are a step apart at most, but one may be held up
 SLOWEST_WRITE_S = 6 * 3600.0  # training goes on meanwhile: a slow disk is no reason to give up
 RECORD_WITHIN_S = 30.0  # for the run's record to have the step that a checkpoint is of
 
@@ -42,7 +43,8 @@ class Saver:
 
     checkpoints: the folder for them. keep: so many of the newest stay, and every step that `keep_every` divides (0:
     none). before_commit(step): called on rank 0 before a checkpoint becomes one, so that the run's record is not behind
-    it. note(event, fields): told on rank 0 what to put into events.jsonl.
+    it. note(event, fields): told on rank 0 what to put into events.jsonl. resumed_after: the step that a run goes on
+    after; newer checkpoints are set aside.
     """
 
     def __init__(
@@ -52,13 +54,14 @@ class Saver:
         keep_every: int,
         before_commit: Callable[[int], None] = lambda step: None,
         note: Callable[..., None] = lambda event, **fields: None,
+        resumed_after: int | None = None,
     ):
         self._checkpoints = checkpoints
         self._keep = keep
         self._keep_every = keep_every
         self._before_commit = before_commit
         self._note = note
-        self.meet_within_s = 30.0
+        self.meet_within_s = MEET_WITHIN_S
         self._channel = Channel()
         self._group = self._channel.group
         if self._group is None and self._channel.distributed:
@@ -72,6 +75,17 @@ class Saver:
         self._last: Saved | None = None
         if self._channel.rank == 0:
             clean(checkpoints)
+            if resumed_after is not None:
+                self._set_aside(resumed_after)
+
+    def _set_aside(self, step: int) -> None:
+        try:
+            names = set_aside(self._checkpoints, step)
+        except (OSError, UserError) as error:
+            log.warning("checkpoints after step %d cannot be set aside: %s", step, _one_line(error))
+        else:
+            if names:
+                log.warning("checkpoints after step %d are kept as %s; delete them by hand", step, listed(names))
 
     def save(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Copies the tensors and has them written; waits first for a save that is still under way. `facts` go into the
@@ -106,14 +120,16 @@ class Saver:
                     files = {file.name: {"bytes": file.size_bytes, "sha256": file.sha256} for file in written.files}
                     size_bytes = sum(file.size_bytes for file in written.files)
                     self._complete(partial, step, {**facts, "tensors": written.tensors, "files": files})
-            except (SaveError, OSError) as error:
+            except Exception as error:  # whatever it is: the others wait for this rank's word
                 problem = _one_line(error)
             problem = self._channel.all_gather(problem)[0]
         except Exception as error:  # the thread's end is nobody's: what is wrong must be told
             problem = _one_line(error)
         self._last = Saved(step, problem)
+        if problem is not None:  # on every rank: nodes may not share the disk, against what was asked for
+            shutil.rmtree(partial, ignore_errors=True)  # before it is noted: the record needs room, too
         if self._channel.rank == 0:
-            self._tell(step, problem, time.monotonic() - started, size_bytes, partial)
+            self._tell(step, problem, time.monotonic() - started, size_bytes)
 
     def _meet(self, step: int) -> None:
         """All ranks are about to save the same step. SaveError when one is not: nobody waits for it for long."""
@@ -136,38 +152,38 @@ class Saver:
         if missing:
             raise SaveError(f"{missing[0]} is not to be seen from rank 0: all nodes must share {self._checkpoints}")
         commit(partial, self._checkpoints, step, manifest, self._tag)
-        try:
+        try:  # the checkpoint is there, whatever becomes of this
+            point(self._checkpoints, step)
             prune(self._checkpoints, self._keep, self._keep_every, self._tag)
-        except OSError as error:
-            log.warning("old checkpoints cannot be deleted: %s", _one_line(error))
+        except (OSError, UserError) as error:
+            log.warning("old checkpoints are not deleted: %s", _one_line(error))
 
-    def _tell(self, step: int, problem: str | None, seconds: float, size_bytes: int, partial: Path) -> None:
+    def _tell(self, step: int, problem: str | None, seconds: float, size_bytes: int) -> None:
         if problem is None:
             self._note("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes)
             return
-        with contextlib.suppress(OSError):
-            shutil.rmtree(partial, ignore_errors=True)  # first: the record needs room, too
         log.error("checkpoint of step %d failed: %s; training goes on", step, problem)
         self._note("checkpoint_failed", step=step, reason=problem)
 
 
-def check_shared(checkpoints: Path, world: World) -> None:
-    """UserError on every rank when the folder cannot be written, or is not the same on all nodes. Collective."""
-    probe = checkpoints / f".probe-{world.channel.all_gather(secrets.token_hex(8))[0]}"
+def check_shared(directory: Path, world: World) -> None:
+    """UserError on every rank when the run directory cannot be written, or is not the same on all nodes; made where it
+    is missing, and left as it was. Collective."""
+    probe = directory / f"{PROBE}{world.channel.all_gather(secrets.token_hex(8))[0]}"
     try:
         with world.together():
             if world.rank == 0:
                 try:
-                    checkpoints.mkdir(parents=True, exist_ok=True)
+                    directory.mkdir(parents=True, exist_ok=True)
                     probe.touch()
                 except OSError as error:
-                    raise UserError(f"cannot write checkpoints to {checkpoints}: {error.strerror}") from None
+                    raise UserError(f"cannot write to {directory}: {error.strerror}") from None
         with world.together():
             deadline = time.monotonic() + _SEEN_WITHIN_S
             while not probe.exists():
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"{world.node} does not see {checkpoints} of {world.ranks[0]['node']}: checkpoints need a run "
+                        f"{world.node} does not see {directory} of {world.ranks[0]['node']}: checkpoints need a run "
                         "directory on a disk that all nodes share"
                     )
                 time.sleep(0.1)
@@ -175,6 +191,7 @@ def check_shared(checkpoints: Path, world: World) -> None:
         if world.rank == 0:
             with contextlib.suppress(OSError):
                 probe.unlink()
+                directory.rmdir()  # as long as nothing is in it
 
 
 def _one_line(error: BaseException) -> str:

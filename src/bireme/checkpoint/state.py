@@ -69,14 +69,8 @@ def copy_to_cpu(tensors: dict[str, Tensor], into: dict[str, Tensor]) -> dict[str
         buffer.copy_(local, non_blocking=True)
         copies[name] = buffer
         if isinstance(tensor, DTensor):
-            copies[name] = DTensor.from_local(
-                buffer,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+            # Not DTensor.from_local: it would put the copy on the mesh's device, which has no room for it.
+            copies[name] = DTensor(buffer, tensor._spec, requires_grad=False)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return copies

@@ -142,6 +142,7 @@ class _Workers:
             sampler=range(step, max(step, self._last_step) + 1),
             num_workers=self._workers,
             prefetch_factor=_AHEAD,
+            generator=torch.Generator(),  # the global one is part of a checkpoint
             # Not forked: this process has threads of gloo and OpenMP.
             multiprocessing_context="spawn",
         )

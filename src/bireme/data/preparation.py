@@ -23,6 +23,7 @@ from bireme.data.tokenizers import Tokenizer, copy_atomic, load_tokenizer
 from bireme.data.tokens import FORMAT, LOCK, MANIFEST, TOKENIZER_FILES, open_tokens, read_manifest
 from bireme.data.workers import run_tasks
 from bireme.errors import UserError
+from bireme.files import sync_folder
 from bireme.record import write_json_atomic
 
 _BATCH_CHARACTERS = 1 << 18  # tokenized at a time
@@ -363,7 +364,7 @@ def _finish(plan: Plan, keys: list[str], preparation: str, tokenizer: Tokenizer,
                 "sha256": shard.sha256,
             }
         )
-    _sync(out)
+    sync_folder(out)
     manifest = {
         "format": FORMAT,
         "version": 1,
@@ -378,13 +379,4 @@ def _finish(plan: Plan, keys: list[str], preparation: str, tokenizer: Tokenizer,
         "shards": shards,
     }
     write_json_atomic(out / MANIFEST, manifest)
-    _sync(out)
-
-
-def _sync(folder: Path) -> None:
-    """New names are on disk only when their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(out)

@@ -1,9 +1,6 @@
 """Tokenizers: bytes, Hugging Face's tokenizer.json, tiktoken's files of byte pairs; none is ever downloaded."""
 
 import base64
-import contextlib
-import os
-import secrets
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +12,7 @@ from numpy.typing import NDArray
 from bireme.data.shards import reason
 from bireme.data.tokens import TOKENIZER_FILES, UNKNOWN, TokenSet
 from bireme.errors import UserError, nearest
+from bireme.files import written_whole
 
 BYTES = "bytes"
 HUGGING_FACE_FILE, TIKTOKEN_FILE = TOKENIZER_FILES
@@ -246,16 +244,8 @@ def copy_tokenizer(token_set: TokenSet, run_directory: Path) -> None:
 
 def copy_atomic(source: Path, target: Path) -> None:
     """Copies a small file in one piece or not at all. Raises OSError."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(source.read_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with written_whole(target) as file:
+        file.write(source.read_bytes())
 
 
 def _content(file: Path, advice: str) -> bytes:

@@ -24,12 +24,13 @@ from bireme.observe.garbage import GarbageObserver
 from bireme.observe.host import traffic_counter
 from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
 from bireme.observe.thread import ThreadClock
-from bireme.record import RunWriter
+from bireme.record import RunWriter, utc_now
 from bireme.world import introduce
 
 log = logging.getLogger(__name__)
 
 _CLOSE_WITHIN_S = 60.0
+_LOOK_AGAIN_S = 0.2
 _KEPT_WRITES = 10_000  # of a record that cannot be written: the oldest go first
 
 
@@ -166,8 +167,12 @@ class Monitor:
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
-        if self._writer is not None:
-            self._exchange.note({"event": event, **fields})
+        if self._writer is None:
+            return
+        if self._exchange.is_alive():
+            self._exchange.note({"event": event, "time_utc": utc_now(), **fields})
+        else:  # it would take it nowhere any more
+            self._write(lambda writer: writer.event(event, **fields))
 
     def hand_over(self, step: int) -> None:
         """The steps up to this one go to the record as soon as it has ended; every rank asks for the same step."""
@@ -175,10 +180,13 @@ class Monitor:
 
     def wait_recorded(self, step: int, within_s: float) -> bool:
         """On rank 0: waits until the record has this step. Also True when there is no record to wait for."""
+        deadline = time.monotonic() + within_s
         with self._recorded:
-            return self._recorded.wait_for(
-                lambda: self._recorded_step >= step or self._closed or self._exchange.failure is not None, within_s
-            )
+            while self._recorded_step < step and not self._closed and self._exchange.failure is None:
+                if time.monotonic() > deadline:
+                    return False
+                self._recorded.wait(_LOOK_AGAIN_S)  # an exchange that fails tells nobody
+        return True
 
     def sync_record(self) -> None:
         """On rank 0: what was recorded so far survives also the machine. Raises OSError."""
@@ -303,7 +311,7 @@ class Monitor:
         for event in events:
             fields = {name: value for name, value in event.items() if name != "event"}
             self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
-        if lines:
+        if lines and not self._unwritten:
             with self._recorded:
                 self._recorded_step = lines[-1]["step"]
                 self._recorded.notify_all()

@@ -17,10 +17,10 @@ def report_command(paths: list[Path], as_json: bool) -> None:
     import orjson
     from rich.console import Console
 
-    from bireme.record import read_run
     from bireme.report.compare import compare, render_comparison
     from bireme.report.summary import summarise
     from bireme.report.terminal import render
+    from bireme.run_reader import read_run
 
     runs = [read_run(path) for path in paths]
     result = summarise(runs[0]) if len(runs) == 1 else compare(*runs)

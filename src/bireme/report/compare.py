@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from bireme.ledger import STATES
-from bireme.record import Run
 from bireme.report.summary import summarise
 from bireme.report.terminal import mean_ledger, ms, percent, safe, what_ran
+from bireme.run_reader import Run
 from bireme.text import rank_list
 
 if TYPE_CHECKING:

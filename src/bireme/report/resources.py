@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 from typing import Any
 
-from bireme.record import Run, is_number
+from bireme.run_reader import Run, is_number
 
 _Object = dict[str, Any]
 

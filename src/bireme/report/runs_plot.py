@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bireme.record import Run
 from bireme.report.figure import ledger_parts_ms, part_legend, picture, plain, stack
 from bireme.report.summary import summarise
+from bireme.run_reader import Run
 
 
 def plot_runs(runs: Sequence[tuple[str, Run]], path: Path) -> None:

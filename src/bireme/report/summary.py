@@ -11,8 +11,8 @@ from typing import Any
 
 from bireme.errors import UserError
 from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, bus_bandwidth_factor
-from bireme.record import Run, is_number
 from bireme.report.resources import link_traffic, memory_numbers
+from bireme.run_reader import Run, is_number
 from bireme.text import name_ranks
 
 MFU_CONVENTION = "full attention, head once, embedding 0, no recomputation"

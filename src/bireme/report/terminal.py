@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES
-from bireme.record import Run
 from bireme.report.colours import STATE_COLOURS
+from bireme.run_reader import Run
 from bireme.text import count, rank_list
 
 if TYPE_CHECKING:

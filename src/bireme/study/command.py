@@ -14,8 +14,8 @@ from rich.text import Text
 from bireme.cores import usable_cores
 from bireme.errors import UserError
 from bireme.nodes import NodeGone, share_cores
-from bireme.record import Run
 from bireme.report.summary import summarise
+from bireme.run_reader import Run
 from bireme.study import runner
 from bireme.study.grid import Cell, Options, Study, fitting_model, parse_model, study_of
 from bireme.study.results import study_results

@@ -7,9 +7,9 @@ from typing import Any
 from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES, bus_bandwidth_factor
 from bireme.nodes import parse_rate
-from bireme.record import Run
 from bireme.report.resources import formula_link_bytes, unknown
 from bireme.report.summary import summarise
+from bireme.run_reader import Run
 from bireme.study.grid import Cell, Study
 from bireme.study.layouts import compare_layouts
 from bireme.study.rows import fit_line, rows_from_run

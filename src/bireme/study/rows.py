@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from bireme.errors import UserError
 from bireme.ledger import RUNNABLE, RUNNING, STATES
-from bireme.record import Run, is_number, write_json_atomic
+from bireme.record import write_json_atomic
 from bireme.report.colours import STATE_COLOURS
 from bireme.report.summary import Step, measured_steps, quantile, summarise
+from bireme.run_reader import Run, is_number
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod

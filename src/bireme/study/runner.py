@@ -11,8 +11,8 @@ from typing import Any
 from bireme.environment import UNSHAPED
 from bireme.errors import UserError
 from bireme.nodes import EmulatedCluster, NodeProcess, how_it_ended, torchrun_command, wait_for_all, why_unshaped
-from bireme.record import STEPS_FILE, read_run
 from bireme.report.summary import measured_steps
+from bireme.run_reader import STEPS_FILE, read_run
 from bireme.study.grid import UNLIMITED, WARM_UP_STEPS, Cell, parse_model
 
 _OTHERS_MAY_GO_ON_S = 15.0  # when one node has failed
@@ -128,7 +128,7 @@ def _reason(log: Path, failure: str) -> str:
     except OSError:
         lines = []
     said = [line for line in lines if line.startswith("bireme: ")]
-    said.sort(key=lambda line: "another rank has left" in line)  # a consequence comes after its cause
+    said.sort(key=lambda line: " stopped: " in line)  # what another rank's end has done comes after the cause
     raised = [line for line in lines if re.match(r"(\[\w+\]: ?)?[\w.]*(Error|Exception)\b.*: ", line)]
     for found in (said[:1], raised[:1]):
         if found:

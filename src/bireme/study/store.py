@@ -17,8 +17,9 @@ from typing import IO, Any, Self
 import orjson
 
 from bireme.errors import UserError
-from bireme.record import Run, read_run, write_json_atomic
+from bireme.record import write_json_atomic
 from bireme.report.summary import measured_steps
+from bireme.run_reader import Run, read_run
 from bireme.study.grid import Cell, Study
 
 FORMAT = "bireme-study"
