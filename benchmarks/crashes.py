@@ -1,11 +1,12 @@
 """Kills and preempts real runs at random moments, resumes them, and holds them against one that was left alone.
 
-    python benchmarks/crashes.py                      # 20 kills, 10 + 10 signals; about half an hour
-    python benchmarks/crashes.py --kills 4 --signals 2
+    python benchmarks/crashes.py                      # 20 kills, 40 signals; about half an hour
+    python benchmarks/crashes.py --kills 4 --signals 1
 
 A kill is SIGKILL to one of two ranks, every other time while a checkpoint is being written; the run is then resumed on
 the same ranks, on one, or in another layout. A signal is SIGTERM or SIGUSR1 to one rank, or to the whole process group
-with the loader workers in it. Writes runs/benchmarks/crashes.json; exit code 1 when anything is not as it should be.
+with the loader workers in it; every other time the run saves checkpoints all along. Writes
+runs/benchmarks/crashes.json; exit code 1 when anything is not as it should be.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +170,14 @@ def kill_once(number: int, chance: random.Random, folder: Path, unbroken: Path) 
         return result
     result.resumed_after = read_facts(run)["resumed_from"]["step"]
     steps, expected = record(run, "steps.jsonl"), record(unbroken, "steps.jsonl")
-    differences = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(steps, expected, strict=False)]
+    if [step["step"] for step in steps] != list(range(1, STEPS + 1)):
+        result.problem = "steps are missing from the record, or there twice"
+        return result
+    differences = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(steps, expected, strict=True)]
     result.largest_loss_difference = max(differences)
     allowed = 0.0 if (count, layout) == RESUMED_ON[0] else 1e-5
     if result.resumed_after != whole:
         result.problem = f"resumed after step {result.resumed_after}, though step {whole} was whole"
-    elif [step["step"] for step in steps] != list(range(1, STEPS + 1)):
-        result.problem = "steps are missing from the record, or there twice"
     elif record(run, "samples.jsonl") != record(unbroken, "samples.jsonl"):
         result.problem = "other samples than those of the unbroken run"
     elif result.largest_loss_difference > allowed:
@@ -184,7 +187,7 @@ def kill_once(number: int, chance: random.Random, folder: Path, unbroken: Path) 
 
 def signal_once(number: int, name: str, to: str, chance: random.Random, folder: Path) -> Signalled:
     run = folder / f"signal-{name}-{to}-{number}".replace(" ", "-")
-    options = [*OPTIONS, "--steps", "100000", "--workers", "1"]
+    options = [*OPTIONS, "--steps", "100000", "--workers", "1", "--checkpoint-every", str(EVERY * (number % 2))]
     ranks = Ranks(2, ["--run", str(run), *options], folder / f"{run.name}.txt")
     try:
         wait_for(ranks, lambda: b"step      5/" in ranks.output.read_bytes())
@@ -218,7 +221,9 @@ def signal_once(number: int, name: str, to: str, chance: random.Random, folder: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--signals", type=int, default=10, help="of each kind: to one rank, and to the group")
+    parser.add_argument(
+        "--signals", type=int, default=10, help="of each kind: SIGTERM and SIGUSR1, to one rank and to the group"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -234,9 +239,10 @@ def main() -> int:
             kills.append(kill_once(number, chance, folder, unbroken))
             console.print(f"kill {number + 1}: {kills[-1]}", highlight=False)
         for number in range(options.signals):
-            for to in ("one rank", "the group"):
-                signals.append(signal_once(number, ("SIGTERM", "SIGUSR1")[number % 2], to, chance, folder))
-                console.print(f"signal: {signals[-1]}", highlight=False)
+            for name in ("SIGTERM", "SIGUSR1"):
+                for to in ("one rank", "the group"):
+                    signals.append(signal_once(number, name, to, chance, folder))
+                    console.print(f"signal: {signals[-1]}", highlight=False)
     table = Table("what", "as it should be", "of", "remarks")
     good = [kill for kill in kills if kill.problem is None]
     hit = sum(kill.while_writing for kill in kills)
@@ -245,13 +251,11 @@ def main() -> int:
         "SIGKILL of a rank, resumed", str(len(good)), str(len(kills)), f"{hit} hit a checkpoint being written"
     )
     table.add_row("largest loss difference", "", "", f"{worst:.1e}")
-    for to in ("one rank", "the group"):
-        mine = [each for each in signals if each.to == to]
+    for name, to in product(("SIGTERM", "SIGUSR1"), ("one rank", "the group")):
+        mine = [each for each in signals if (each.name, each.to) == (name, to)]
         fine = sum(each.problem is None for each in mine)
         slowest = max((each.seconds for each in mine), default=0.0)
-        table.add_row(
-            f"SIGTERM or SIGUSR1 to {to}", str(fine), str(len(mine)), f"saved and ended in {slowest:.1f} s or less"
-        )
+        table.add_row(f"{name} to {to}", str(fine), str(len(mine)), f"saved and ended in {slowest:.1f} s or less")
     console.print(table)
     RESULTS.mkdir(parents=True, exist_ok=True)
     written = {"seed": options.seed, "kills": [asdict(kill) for kill in kills], "signals": [asdict(s) for s in signals]}

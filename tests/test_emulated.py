@@ -125,6 +125,7 @@ def test_a_run_whose_peer_is_gone_names_the_node(cluster: EmulatedCluster, tmp_p
     assert read_run(run).facts["status"] != "running"
 
 
+@pytest.mark.slow
 def test_a_slowed_link_shows_in_the_next_measurement(cluster: EmulatedCluster, tmp_path: Path) -> None:
     """B11, B56: measured, one node's link set to a tenth, measured again."""
     out = tmp_path / "links.json"

@@ -132,6 +132,7 @@ def test_measured_under_torchrun(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["here.json", "here.png"]
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     done = links(tmp_path, "--seconds", "100000", "--out", "none/links.json")
     assert done.returncode != 0
@@ -187,6 +188,7 @@ def test_a_lost_rank_ends_in_one_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_in_one_line(tmp_path: Path) -> None:
     process, _ = start(tmp_path)
     os.killpg(process.pid, signal.SIGINT)

@@ -524,7 +524,7 @@ dist.destroy_process_group()
 
 
 @needs_namespaces
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_real_torchrun_runs_on_the_nodes(rendezvous: str, cluster: EmulatedCluster, tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)

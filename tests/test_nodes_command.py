@@ -174,6 +174,7 @@ def test_output_is_copied_from_threads_that_end() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_torchrun_trains_on_unequal_nodes(tmp_path: Path) -> None:
     run_directory = tmp_path / "run"
     options = ["--preset", "toy", "--steps", "3", "--global-batch-size", "12", "--run-dir", str(run_directory)]

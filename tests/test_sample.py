@@ -97,7 +97,7 @@ def line_of(run: Path, prompt: str = "a", **arguments: Any) -> str:
 
 
 def test_no_weights_yet(tmp_path: Path) -> None:
-    assert line_of(tmp_path).endswith("model.safetensors does not exist: this run has saved no weights yet")
+    assert line_of(tmp_path).endswith("model.safetensors does not exist: this run has saved no final weights yet")
     assert "no such run is not a directory" in line_of(tmp_path / "no such run")
 
 

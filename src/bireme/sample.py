@@ -12,9 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bireme.checkpoint.folder import CHECKPOINTS, candidates
 from bireme.data.tokenizers import BYTES, tokenizer_of
 from bireme.errors import UserError
 from bireme.model import GPT, ModelConfig
+from bireme.text import one_line
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -59,11 +61,12 @@ def _load(path: Path) -> tuple[GPT, str]:
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise UserError(f"{path.parent} is not a directory: give the directory of a run") from None
-        raise UserError(f"{path} does not exist: this run has saved no weights yet") from None
+        hint = ", but checkpoints: export one with bireme checkpoint export" if _has_checkpoints(path.parent) else ""
+        raise UserError(f"{path} does not exist: this run has saved no final weights yet{hint}") from None
     except SafetensorError as error:
-        raise UserError(f"{path} is torn or not a safetensors file: {_one_line(error)}") from None
+        raise UserError(f"{path} is torn or not a safetensors file: {one_line(error)}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
 
     if "config" not in metadata or "tokenizer" not in metadata:
         raise UserError(f"{path} was not written by Bireme: its metadata lacks 'config' or 'tokenizer'")
@@ -71,7 +74,7 @@ def _load(path: Path) -> tuple[GPT, str]:
         fields: dict[str, Any] = json.loads(metadata["config"])
         config = ModelConfig(**fields)
     except (ValueError, TypeError, UserError) as error:
-        raise UserError(f"{path} describes no model in its metadata 'config': {_one_line(error)}") from None
+        raise UserError(f"{path} describes no model in its metadata 'config': {one_line(error)}") from None
 
     with torch.device("meta"):
         model = GPT(config)
@@ -82,12 +85,12 @@ def _load(path: Path) -> tuple[GPT, str]:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{path} holds other weights than its 'config' describes: {_one_line(error)}") from None
+        raise UserError(f"{path} holds other weights than its 'config' describes: {one_line(error)}") from None
     return model, metadata["tokenizer"]
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _has_checkpoints(run_directory: Path) -> bool:
+    return bool(candidates(run_directory / CHECKPOINTS))
 
 
 @torch.inference_mode()

@@ -35,6 +35,14 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """What an error says, and of which file, without line ends."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(printable(" ".join(text.split()) or type(error).__name__).split())[:most]
+
+
 def shell(word: str) -> str:
     """A word of another machine as one word of a command to copy."""
     return shlex.quote(word)

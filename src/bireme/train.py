@@ -25,7 +25,7 @@ from bireme.data.tokenizers import copy_tokenizer
 from bireme.environment import Launch
 from bireme.errors import SharedError, UserError
 from bireme.facts import describe, headline, peak_of, where_groups_are
-from bireme.guards import check_replicas, check_samples, check_start
+from bireme.guards import Checked, check_replicas, check_samples, check_start
 from bireme.observe.collectives import process_groups
 from bireme.observe.monitor import Monitor
 from bireme.preemption import CommonStop
@@ -105,26 +105,10 @@ def train(
     with ExitStack() as stack:
         if rank_log is None:
             rank_log = stack.enter_context(RankLog(world.rank, console))
-        # Paths and threads may differ from node to node; whether the data are the same is seen below.
-        world.agree({name: each for name, each in config.as_dict().items() if name not in _OF_A_NODE})
-        _set_threads(config, world)
-        with world.together():
-            trainer = Trainer(config, world, resume)
-        with world.together():
-            trainer.load()
-        if len(set(world.channel.all_gather(trainer.tokens.fingerprint))) > 1:
-            raise SharedError(f"the ranks read different data: {config.data} is not the same on every node")
-        trainer.parallelise()
+        trainer, checked = _made(config, world, resume)
         stack.callback(trainer.loader.close)
-        checked = check_start(trainer.parallel, world) if world.size > 1 else None
-        for passed_over in resume.skipped if resume else []:
-            log.warning("checkpoint %s: passed over", passed_over)
-        trainer.restore()  # after the check of the initial weights
-        check_samples(trainer.share, world)
         peak = peak_of(config, world)
         facts = describe(trainer, peak) | {"start_up_checks": checked.as_dict() if checked else None}
-        flops = facts["model"]["flops_per_token"]["full"]
-        sum_of_peaks = peak["flops_per_s"]
         printer: StepPrinter | None = None
 
         def on_steps(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
@@ -156,18 +140,9 @@ def train(
         )
         request.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
         rank_log.open(directory)
-        log.info("%s", headline(facts, directory))
-        if resume is not None:
-            before = f"{count(resume.manifest['world_size'], 'rank')}, {resume.manifest['layout']}"
-            if resume.folder is not None:
-                log.info("goes on after step %d: %s, written by %s", resume.step, resume.folder, before)
-            else:
-                log.warning("%s ended before its first checkpoint: it begins again with step 1", directory)
-        if checked is not None:
-            log.info("%s", checked)
-        for line in where_groups_are(trainer, facts):
-            log.info("%s", line)
+        _announce(trainer, facts, directory, checked)
         if world.rank == 0:
+            flops, sum_of_peaks = facts["model"]["flops_per_token"]["full"], peak["flops_per_s"]
             printer = StepPrinter(
                 console,
                 config.steps,
@@ -213,6 +188,41 @@ def train(
             except (OSError, SafetensorError) as error:
                 raise UserError(f"cannot save the weights in {directory}: {error}") from None
         return directory
+
+
+def _made(config: TrainConfig, world: World, resume: Resume | None) -> tuple[Trainer, Checked | None]:
+    """Everything that is needed to train, checked; on every rank at once."""
+    # Paths and threads may differ from node to node; whether the data are the same is seen below.
+    world.agree({name: each for name, each in config.as_dict().items() if name not in _OF_A_NODE})
+    _set_threads(config, world)
+    with world.together():
+        trainer = Trainer(config, world, resume)
+    with world.together():
+        trainer.load()
+    if len(set(world.channel.all_gather(trainer.tokens.fingerprint))) > 1:
+        raise SharedError(f"the ranks read different data: {config.data} is not the same on every node")
+    trainer.parallelise()
+    checked = check_start(trainer.parallel, world) if world.size > 1 else None
+    trainer.restore()  # after the check of the initial weights
+    check_samples(trainer.share, world)
+    return trainer, checked
+
+
+def _announce(trainer: Trainer, facts: dict[str, Any], directory: Path, checked: Checked | None) -> None:
+    """The first lines on the console."""
+    log.info("%s", headline(facts, directory))
+    resume = trainer.resume
+    for passed_over in resume.skipped if resume else []:
+        log.warning("checkpoint %s: passed over", passed_over)
+    if resume is not None and resume.folder is None:
+        log.warning("%s ended before its first checkpoint: it begins again with step 1", directory)
+    elif resume is not None:
+        before = f"{count(resume.manifest['world_size'], 'rank')}, {resume.manifest['layout']}"
+        log.info("goes on after step %d: %s, written by %s", resume.step, resume.folder, before)
+    if checked is not None:
+        log.info("%s", checked)
+    for line in where_groups_are(trainer, facts):
+        log.info("%s", line)
 
 
 def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> None:

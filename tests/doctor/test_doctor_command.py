@@ -128,6 +128,7 @@ def test_a_silent_peer_is_named(processes: list[Process]) -> None:
     assert "1 failure" in output
 
 
+@pytest.mark.slow
 def test_a_silent_first_node_is_named(processes: list[Process]) -> None:
     port = free_port()
     code, output = ended(start(processes, "--wait", "6", **node(1, 2, port)))
@@ -157,6 +158,7 @@ def test_a_peer_that_hangs_is_named(processes: list[Process]) -> None:
     assert code == 1 and "node 1 is silent" in faults(report)["peers"]
 
 
+@pytest.mark.slow
 def test_by_hand_the_way_to_who_does_not_come_is_tried(processes: list[Process]) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux answers on all of 127.0.0.0/8")

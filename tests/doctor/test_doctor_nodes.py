@@ -147,7 +147,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["command", "c10d"])
+@pytest.mark.parametrize("kind", [pytest.param("command", marks=pytest.mark.slow), "c10d"])
 def test_the_printed_commands_work(kind: str, cluster: EmulatedCluster, tmp_path: Path) -> None:
     """Also with Debian's line on both nodes, where torchrun's own choices fail, and without the nodes' variables."""
     for node in cluster.nodes:

@@ -222,6 +222,7 @@ def test_what_every_cell_would_refuse_is_refused_first(tmp_path: Path, nodes: Fa
 # --- for real ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_study_on_emulated_nodes_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "study"
     command = [

@@ -19,7 +19,7 @@ from bireme.checkpoint.state import copy_to_cpu
 from bireme.checkpoint.tensors import SaveError, save
 from bireme.errors import UserError
 from bireme.record import PROBE, utc_now
-from bireme.text import listed, name_ranks
+from bireme.text import listed, name_ranks, one_line
 from bireme.world import World
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Saver:
         try:
             names = set_aside(self._checkpoints, step)
         except (OSError, UserError) as error:
-            log.warning("checkpoints after step %d cannot be set aside: %s", step, _one_line(error))
+            log.warning("checkpoints after step %d cannot be set aside: %s", step, one_line(error))
         else:
             if names:
                 log.warning("checkpoints after step %d are kept as %s; delete them by hand", step, listed(names))
@@ -121,10 +121,10 @@ class Saver:
                     size_bytes = sum(file.size_bytes for file in written.files)
                     self._complete(partial, step, {**facts, "tensors": written.tensors, "files": files})
             except Exception as error:  # whatever it is: the others wait for this rank's word
-                problem = _one_line(error)
+                problem = one_line(error)
             problem = self._channel.all_gather(problem)[0]
         except Exception as error:  # the thread's end is nobody's: what is wrong must be told
-            problem = _one_line(error)
+            problem = one_line(error)
         self._last = Saved(step, problem)
         if problem is not None:  # on every rank: nodes may not share the disk, against what was asked for
             shutil.rmtree(partial, ignore_errors=True)  # before it is noted: the record needs room, too
@@ -156,7 +156,7 @@ class Saver:
             point(self._checkpoints, step)
             prune(self._checkpoints, self._keep, self._keep_every, self._tag)
         except (OSError, UserError) as error:
-            log.warning("old checkpoints are not deleted: %s", _one_line(error))
+            log.warning("old checkpoints are not deleted: %s", one_line(error))
 
     def _tell(self, step: int, problem: str | None, seconds: float, size_bytes: int) -> None:
         if problem is None:
@@ -192,8 +192,3 @@ def check_shared(directory: Path, world: World) -> None:
             with contextlib.suppress(OSError):
                 probe.unlink()
                 directory.rmdir()  # as long as nothing is in it
-
-
-def _one_line(error: BaseException) -> str:
-    text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-    return " ".join((text or type(error).__name__).split())[:300]

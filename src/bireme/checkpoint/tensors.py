@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from bireme.channel import new_side_group
 from bireme.checkpoint.folder import TENSORS_SUFFIX, file_digest
-from bireme.text import name_ranks
+from bireme.text import name_ranks, one_line
 
 _DTYPES = {
     torch.float32: "F32",
@@ -188,6 +188,5 @@ def load(tensors: dict[str, Tensor], folder: Path, group: Any) -> None:
 def _reason(error: CheckpointException) -> str:
     said: dict[str, list[int]] = {}
     for rank, (each, _) in sorted(error.failures.items()):
-        text = getattr(each, "strerror", None) or str(each)
-        said.setdefault(" ".join(text.split())[:300], []).append(rank)
+        said.setdefault(one_line(each), []).append(rank)
     return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in said.items())
