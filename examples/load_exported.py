@@ -39,9 +39,21 @@ def main() -> None:
     arguments = parser.parse_args()
 
     model, tokenizer = load(arguments.file)
-    if arguments.tokens is None and tokenizer != "bytes":
-        parser.error(f"the model's tokenizer is {tokenizer}, not bytes: encode the text with it and give --tokens")
-    ids = list(arguments.text.encode()) if arguments.tokens is None else [int(id) for id in arguments.tokens.split(",")]
+    vocabulary = None
+    if tokenizer.startswith("tokenizers:"):  # a Hugging Face tokenizer; its file lies beside the model
+        from tokenizers import Tokenizer
+
+        vocabulary = Tokenizer.from_file(str(arguments.file.with_name("tokenizer.json")))
+    if arguments.tokens is not None:
+        if not all(each.strip().isdecimal() for each in arguments.tokens.split(",")):
+            parser.error("--tokens are numbers with commas between them, as in 17,4,23")
+        ids = [int(each) for each in arguments.tokens.split(",")]
+    elif vocabulary is not None:
+        ids = vocabulary.encode(arguments.text, add_special_tokens=False).ids
+    elif tokenizer == "bytes":
+        ids = list(arguments.text.encode())
+    else:
+        parser.error(f"the model's tokenizer is {tokenizer}: encode the text with it and give --tokens 17,4,23")
     context = model.config.sequence_length
     if len(ids) < 2:
         parser.error("a loss needs at least two tokens")
@@ -51,7 +63,9 @@ def main() -> None:
         ids.append(int(model(torch.tensor([ids[-context:]]))[0, -1].argmax()))
     added = ids[len(ids) - arguments.next :]
     print(f"next {added}")
-    if tokenizer == "bytes" and max(added, default=0) < 256:
+    if vocabulary is not None:
+        print(f"text {vocabulary.decode(added)!r}")
+    elif tokenizer == "bytes" and max(added, default=0) < 256:
         print(f"text {bytes(added).decode(errors='replace')!r}")
 
 

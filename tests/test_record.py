@@ -10,8 +10,9 @@ import pytest
 
 from bireme import record
 from bireme.errors import UserError
+from bireme.files import written_whole
 from bireme.record import RunWriter, write_json_atomic
-from bireme.run_reader import CELLS, Run, read_run
+from bireme.run_reader import CELLS, Run, read_facts, read_run
 
 FACTS: dict[str, Any] = {
     "world_size": 1,
@@ -172,6 +173,64 @@ def test_the_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
         write_json_atomic(path, {"a": 2})
     assert orjson.loads(path.read_bytes()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_files_are_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), written_whole(tmp_path / "x") as file:
+        file.write(b"half")
+        raise ValueError
+    assert list(tmp_path.iterdir()) == []
+    with written_whole(tmp_path / "x") as file:
+        file.write(b"whole")
+        assert not (tmp_path / "x").exists()
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("x", b"whole")]
+
+
+# --- going on with a run -----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_has_every_step_once(writer: RunWriter) -> None:
+    writer.steps([line(step) for step in (1, 2, 3, 4)])
+    writer.samples([{"step": step, "ids": [step]} for step in (1, 2, 3, 4)])
+    writer.event("evaluation", step=2, loss=1.0)
+    with (writer.directory / "steps.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "torn')
+    writer.close()
+
+    again = RunWriter(writer.directory, {**FACTS, "first_step": 3, "resumed_from": {"step": 2}}, resume_after=2)
+    run = read_run(writer.directory)  # no step yet: the attempt before is shown
+    assert [each["step"] for each in run.steps] == [1, 2]
+    assert run.facts["status"] == "running" and "evaluation" in [event["event"] for event in run.events]
+    two_ranks = {**FACTS, "world_size": 2, "nodes": [{"name": "here", "ranks": [0, 1]}]}
+    again.steps([line(3)])
+    again.close()
+
+    third = RunWriter(writer.directory, {**two_ranks, "first_step": 4, "resumed_from": {"step": 3}}, resume_after=3)
+    arrays = {name: value * 2 for name, value in line(4).items() if isinstance(value, list)}
+    third.steps([line(4, **arrays)])
+    third.event("evaluation", step=4, loss=0.5)
+    run = read_run(writer.directory)
+    assert (run.world_size, run.facts["attempt"], run.facts["first_step"]) == (2, 3, 4)
+    assert [each["step"] for each in run.steps] == [4]
+    assert [each["step"] for each in run.earlier_steps] == [1, 2, 3]
+    assert [event["event"] for event in run.events] == ["resumed", "evaluation"]
+    assert run.events[0]["step"] == 3 and run.damaged_lines == 0
+    for number, size in ((1, 1), (2, 1)):
+        assert read_facts(writer.directory, f"run-{number:04d}.json")["world_size"] == size
+    samples = [orjson.loads(each) for each in (writer.directory / "samples.jsonl").read_bytes().splitlines()]
+    assert samples == [{"step": 1, "ids": [1]}, {"step": 2, "ids": [2]}], "of steps that are made again, none"
+
+
+def test_two_processes_cannot_write_to_one_run(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.steps([line(1), line(2)])
+    monkeypatch.setattr(record, "_LOCK_WAIT_S", 0.2)
+    with pytest.raises(UserError, match="is written by another process: end that first"):
+        RunWriter(writer.directory, {**FACTS, "first_step": 2}, resume_after=1)
+    assert len(read_run(writer.directory).steps) == 2, "nothing was touched"
+    assert not (writer.directory / "run-0001.json").exists()
+    writer.close()
+    RunWriter(writer.directory, {**FACTS, "first_step": 2}, resume_after=1).close()
+    assert len(read_run(writer.directory).steps) == 1
 
 
 def test_a_command_line_that_is_not_utf8_is_written(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class TrainConfig:
     """Size of DDP's buckets in MiB; default: about eight buckets, none under 0.25 MiB."""
 
     data: str = "stdlib"
-    """A text file or a folder of them; default: the Python standard library's own sources."""
+    """Text as it is (a file or folder), or tokens from `bireme data prepare`; default: Python's library sources."""
 
     steps: int = 200
     """Optimizer steps."""

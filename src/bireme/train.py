@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 
 from bireme.channel import set_group_timeout
 from bireme.checkpoint.folder import CHECKPOINTS
-from bireme.checkpoint.resume import Resume, find_resume
+from bireme.checkpoint.resume import Resume, find_resume, is_done
 from bireme.checkpoint.saver import RECORD_WITHIN_S, Saver, check_shared
 from bireme.config import OF_A_START, TrainConfig
 from bireme.console import RankLog, StepPrinter
@@ -74,7 +75,12 @@ def run_training(load: Load) -> tuple[Path, World]:
                 resume = find_resume(config, world)
                 if resume is not None:
                     with world.together():
-                        config = load(resume.manifest["config"])
+                        config = load(resume.config)
+                        done = is_done(resume, config.steps)
+                    if done:
+                        log.info("nothing is left to train: step %d of %d is made", resume.step, config.steps)
+                        return Path(str(resume.run)), world
+                config = _with_whole_path(config)
                 try:
                     return train(config, world, console, rank_log, resume), world
                 except Stopped as stopped:
@@ -84,6 +90,11 @@ def run_training(load: Load) -> tuple[Path, World]:
                     raise
         finally:
             world.leave()
+
+
+def _with_whole_path(config: TrainConfig) -> TrainConfig:
+    """With the data's path in full: a run may go on from another working directory."""
+    return replace(config, data=os.path.realpath(config.data)) if Path(config.data).exists() else config
 
 
 class Stopped(Interrupted):

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bireme.checkpoint.folder import (
+    ASIDE,
     CHECKPOINTS,
     Unusable,
     candidates,
@@ -33,12 +34,14 @@ def list_command(given: Path, json: bool) -> None:
     latest = read_latest(folder)
     rows = [_describe(each, latest) for each in found]
     left = [] if is_checkpoint(given) else leftovers(folder)
+    aside = [] if is_checkpoint(given) else sorted(folder.glob(f"{ASIDE}*"))
     if json:
         _print_json(
             {
                 "folder": str(folder),
                 "latest": latest,
                 "checkpoints": rows,
+                "passed_over": [{"name": each.name, "bytes": _size_bytes(each)} for each in aside],
                 "leftovers": [{"name": each.name, "bytes": _size_bytes(each)} for each in left],
             }
         )
@@ -53,6 +56,8 @@ def list_command(given: Path, json: bool) -> None:
             _say(console, f"{row['name']} is not whole: {row['reason']}")
     if latest is not None and latest not in [row["name"] for row in rows] and not is_checkpoint(given):
         _say(console, f"latest names {latest}, which is not there")
+    for each in aside:
+        _say(console, f"{each.name} ({_megabytes(_size_bytes(each))}): not gone on from any more; delete it by hand")
     for each in left:
         _say(
             console, f"{each.name} ({_megabytes(_size_bytes(each))}): being written or deleted, or left by a killed run"

@@ -47,6 +47,7 @@ def export(folder: Path, manifest: dict[str, Any], out: Path) -> list[Path]:
         "tokenizer": tokenizer,
         "step": manifest["step"],
         "samples": manifest["samples"],
+        "trained_sequence_length": manifest["data"].get("sequence_length"),
         "checkpoint": str(folder.resolve()),
         "saved_utc": manifest["saved_utc"],
         "layout": manifest["layout"],

@@ -22,10 +22,17 @@ class Resume:
     manifest: dict[str, Any]
     run: str | None  # the run that is continued; None: a new run begins
     skipped: list[str] = field(default_factory=list)  # newer checkpoints that were passed over, and why
+    facts: dict[str, Any] | None = None  # of the run that is continued
 
     @property
     def step(self) -> int:
         return int(self.manifest["step"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings to go on with: the run's latest, which may be newer than those of its checkpoint."""
+        latest = (self.facts or {}).get("config")
+        return dict(latest or self.manifest["config"])
 
     @property
     def samples(self) -> int:
@@ -38,7 +45,8 @@ class _Plan(NamedTuple):
 
     run: str | None
     where: str
-    from_zero: dict[str, Any] | None  # what stands for a checkpoint where there never was one
+    facts: dict[str, Any] | None = None  # of the run
+    from_zero: dict[str, Any] | None = None  # what stands for a checkpoint where there never was one
 
 
 def restarted(environ: Mapping[str, str]) -> bool:
@@ -60,17 +68,17 @@ def find_resume(config: TrainConfig, world: World, environ: Mapping[str, str] = 
     told = world.channel.all_gather(None if plan is None else list(plan))[0]
     if told is None:
         return None
-    run, where, from_zero = told
+    run, where, facts, from_zero = told
     skipped: list[str] = []
     for folder in _candidates(Path(where), world):
         manifest, reason = _check(folder, world)
         if manifest is not None:
-            return Resume(folder, manifest, run, skipped)
+            return Resume(folder, manifest, run, skipped, facts)
         skipped.append(f"{folder}: {reason}")
     if skipped:
         raise SharedError(f"no usable checkpoint: {'; '.join(skipped)}; start a new run, with another --run DIR")
     if from_zero is not None:
-        return Resume(None, from_zero, run)
+        return Resume(None, from_zero, run, facts=facts)
     raise SharedError(
         f"{where} holds no checkpoint to go on from: start a new run, with another --run DIR and --checkpoint-every N"
     )
@@ -83,14 +91,14 @@ def _plan(config: TrainConfig, environ: Mapping[str, str]) -> _Plan | None:
     if run is not None and (config.resume or same_launch):
         if not (Path(run) / RUN_FILE).exists():
             raise UserError(f"there is no run in {run}: leave out --resume to start one")
-        own = Path(run) / CHECKPOINTS
+        own, facts = Path(run) / CHECKPOINTS, read_facts(Path(run))
         if config.resume_from is not None and not candidates(own):
-            return _Plan(run, _source(Path(config.resume_from)), None)
-        return _Plan(run, str(own), _from_zero(Path(run), same_launch))
+            return _Plan(run, _source(Path(config.resume_from)), facts)
+        return _Plan(run, str(own), facts, _from_zero(Path(run), same_launch))
     if config.resume:
         raise UserError("resume needs the run to go on with: give --run DIR")
     if config.resume_from is not None:
-        return _Plan(None, _source(Path(config.resume_from)), None)
+        return _Plan(None, _source(Path(config.resume_from)))
     if run is None and restarted(environ):
         raise UserError(
             "the launcher has started the ranks again, but nothing says which run to go on with: give --run DIR"
@@ -166,20 +174,39 @@ def _check(folder: Path, world: World) -> tuple[dict[str, Any] | None, str | Non
     return None, worst if everywhere else f"{name_ranks(ranks)}: {worst}"
 
 
+def is_done(resume: Resume, steps: int) -> bool:
+    """Whether the run that is continued has all its steps, and its end, already. UserError when there is none left to
+    make for another reason."""
+    if steps > resume.step:
+        return False
+    if resume.run is not None and steps == resume.step:
+        return (resume.facts or {}).get("status") == "finished"
+    raise UserError(f"steps is {steps}, and {resume.folder} is of step {resume.step}: give more --steps")
+
+
 def check_continues(resume: Resume, facts: Mapping[str, Any]) -> None:
     """Whether this training (its manifest) is the checkpoint's. UserError naming what is another: the tensors would not
     fit, or samples be left out and repeated."""
     if resume.folder is None:
         return
-    for part, what in (("model", "of another model"), ("data", "of other data, or of this before it was changed")):
+    for part in ("model", "data"):
         stored, mine = resume.manifest[part], facts[part]
         differing = [name for name in mine if stored.get(name) != mine[name]]
+        what = {"model": "of another model", "data": "of training in another order"}[part]
+        if "fingerprint" in differing:
+            what = "of other data, or of this before it was changed"
         if differing:
-            listed = ", ".join(f"{name} {stored.get(name)!r} there, {mine[name]!r} here" for name in differing[:6])
+            pairs = [(name, *(_short(each.get(name)) for each in (stored, mine))) for name in differing[:6]]
+            listed = ", ".join(f"{name} {there} there, {here} here" for name, there, here in pairs)
             raise UserError(f"checkpoint {resume.folder} is {what}: {listed}")
     name = "global_batch_size"
-    before, now = resume.manifest["config"].get(name), facts["config"][name]
+    before, now = resume.config.get(name), facts["config"][name]
     if resume.run is not None and before != now:
         raise UserError(
             f"{name} is {now}, but the run that goes on has {before}: keep it, or begin another run with --resume-from"
         )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 20 else f"{text[:13]}...'"

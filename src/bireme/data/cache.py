@@ -18,6 +18,8 @@ from bireme.errors import UserError
 
 _VOCABULARY = 256
 _CHUNK = 1 << 22  # bytes of text looked at at a time
+# What `bireme data prepare` reads: as text, their syntax would be trained on.
+_NOT_PLAIN = frozenset({".jsonl", ".ndjson", ".parquet", ".gz", ".zst", ".bz2", ".xz"})
 
 _logger = logging.getLogger(__name__)
 
@@ -80,8 +82,13 @@ def _documents(found: Found) -> Iterator[bytes]:
             document, flaw = b"", "unreadable"
             if found.named:
                 raise UserError(f"cannot read {str(path)!r}: {reason(error)}") from error
+        if path.suffix.lower() in _NOT_PLAIN:
+            flaw = "JSON lines, Parquet or packed"
         if flaw and found.named:
-            raise UserError(f"{str(path)!r} is {flaw}; the corpus must be text in UTF-8: convert it or give another")
+            raise UserError(
+                f"{str(path)!r} is {flaw}; --data takes text in UTF-8 as it is: prepare anything else with "
+                "`bireme data prepare FILE --out FOLDER`, and give the folder"
+            )
         if flaw:
             found.skipped[flaw] += 1
         elif document:

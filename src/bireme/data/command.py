@@ -61,7 +61,8 @@ def prepare_command(
         f"({summary.tokenizer}, vocab_size {summary.vocab_size}) in {count(summary.shards, 'shard')}{kept}, "
         f"{summary.seconds:.1f} s ({summary.text_bytes / 1e6 / summary.seconds:.1f} MB/s){summary.notes()}",
     )
-    _say(console, f"prepared: {out}  (bireme train --data {out})")
+    vocabulary = "" if summary.vocab_size == 256 else f" --model.vocab-size {summary.vocab_size}"
+    _say(console, f"prepared: {out}  (bireme train --data {out}{vocabulary})")
 
 
 def verify_command(path: Path) -> int:

@@ -19,8 +19,8 @@ class Corpus:
     def __init__(self, token_set: TokenSet, sequence_length: int, vocab_size: int, held_out: float = 0.01):
         if token_set.vocab_size is not None and vocab_size < token_set.vocab_size:
             raise UserError(
-                f"the model's vocab_size {vocab_size} is too small for the corpus {token_set.source!r}, "
-                f"whose vocab_size is {token_set.vocab_size}; take at least that"
+                f"the model's vocab_size {vocab_size} is too small for the tokens in {str(token_set.path)!r}: give "
+                f"--model.vocab-size {token_set.vocab_size}, or more"
             )
         if sequence_length < 1:
             raise UserError(f"sequence_length is {sequence_length}; it must be at least 1")
@@ -90,6 +90,6 @@ class Corpus:
             row, column = np.argwhere(windows >= self.vocab_size)[0].tolist()
             raise UserError(
                 f"{self.token_set.place(int(starts[row]) + column)} is {windows[row, column]}, outside the model's "
-                f"vocab_size {self.vocab_size}; take a larger vocab_size, or the tokenizer that the model is for"
+                f"vocab_size {self.vocab_size}; give a larger --model.vocab-size, or tokens that the model is for"
             )
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])

@@ -58,7 +58,7 @@ def find(name_or_path: str, excluded: Path) -> Found:
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read the corpus {name_or_path!r}: {reason(error)}{nearest(name_or_path, [STDLIB])}; "
-            f'give "{STDLIB}", a text file or a folder'
+            f'give "{STDLIB}", a text file, a folder, or prepared tokens'
         ) from error
     path = Path(os.path.realpath(name_or_path))
     found = Found(re.sub(r"[^A-Za-z0-9._-]", "_", path.name)[:40].lstrip(".") or "corpus", str(path))

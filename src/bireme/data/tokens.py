@@ -143,7 +143,7 @@ def open_tokens(path: Path) -> TokenSet:
 def verify_tokens(tokens: TokenSet) -> None:
     """Reads everything. UserError naming the first shard whose checksum is wrong; .bin files hold none."""
     for flaw in tokens.bad_shards():
-        raise UserError(f"{flaw}; prepare it again")
+        raise UserError(f"{flaw}; delete it and start the same `bireme data prepare` again")
 
 
 def _open_folder(folder: Path) -> TokenSet:

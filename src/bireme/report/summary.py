@@ -90,6 +90,14 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
     return summary
 
 
+def _no_peak(run: Run) -> str:
+    """Why there is no peak to hold the run against."""
+    source = (run.facts.get("peak") or {}).get("source")
+    if isinstance(source, str) and source.startswith("n/a: "):
+        return f"the device's peak is unknown: {source.removeprefix('n/a: ')}"
+    return "the peak of this device is unknown"
+
+
 def _roles(run: Run) -> dict[str, dict[str, int]]:
     """By rank: its place in those dimensions of the mesh that have several ranks; empty where nothing is divided."""
     mesh = run.facts.get("mesh")
@@ -211,7 +219,7 @@ def _mfu(run: Run, tokens_per_s: float | None, no_tokens: str | None) -> dict[st
     model, peak = run.facts.get("model") or {}, run.facts.get("peak") or {}
     flops = model.get("flops_per_token") or {}
     peak_flops_per_s = peak.get("flops_per_s")
-    no_peak = None if peak_flops_per_s and peak_flops_per_s > 0 else "the peak of this device is unknown"
+    no_peak = None if peak_flops_per_s and peak_flops_per_s > 0 else _no_peak(run)
 
     def utilisation(flops_per_token: float | None) -> tuple[float | None, str | None]:
         if no_peak or no_tokens:
@@ -357,6 +365,9 @@ def _notes(run: Run) -> list[str]:
         notes.append(f"the run is not finished, or was killed: {len(run.steps)} steps so far")
     elif status != "finished":
         notes.append(f"the run {_how_it_ended(run)}")
+    begun = run.facts.get("resumed_from")
+    if isinstance(begun, dict) and not run.earlier_steps and begun.get("checkpoint"):
+        notes.append(f"begins after step {begun.get('step')} of {begun['checkpoint']}")
     if run.earlier_steps:
         first = run.facts["first_step"]
         notes.append(f"resumed after step {first - 1}: everything but the first loss is of the steps from {first} on")
