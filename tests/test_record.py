@@ -104,6 +104,15 @@ def test_of_two_writers_at_once_one_gets_the_directory(writer: RunWriter, monkey
         RunWriter(writer.directory, FACTS)
 
 
+def test_a_start_that_found_no_room_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "write_json_atomic", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            RunWriter(tmp_path, FACTS)
+    RunWriter(tmp_path, FACTS).steps([line(1)])
+    assert len(read_run(tmp_path).steps) == 1
+
+
 def test_lines_of_several_threads_do_not_mix(writer: RunWriter) -> None:
     def write(thread: int) -> None:
         for number in range(20):

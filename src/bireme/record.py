@@ -103,43 +103,40 @@ class RunWriter:
         directory = self.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            names = {entry.name for entry in directory.iterdir()}
-            taken = {name for name in names if name != LOGS_DIRECTORY and not name.startswith(PROBE)}
+            taken = {entry.name for entry in directory.iterdir() if not _leaves_room(entry)}
         except (FileExistsError, NotADirectoryError):
             raise UserError(f"{directory} is not a directory: choose another --run DIR") from None
         if RUN_FILE in taken:
             raise UserError(f"run {directory} exists: choose another --run DIR, or continue it with --resume")
         if taken:
             raise UserError(f"{directory} is not empty and holds no run: choose another --run DIR")
-        try:  # of two runs started at once, exactly one gets the directory
-            (directory / STEPS_FILE).open("xb").close()
-        except FileExistsError:
-            raise UserError(f"run {directory} exists: choose another --run DIR") from None
-        (directory / EVENTS_FILE).touch()
-        self._hold()
+        self._hold(f"run {directory} exists: choose another --run DIR", within_s=0.0)
+        (directory / STEPS_FILE).touch()
 
     def _go_on(self, after: int) -> None:
-        self._hold()
+        self._hold(f"run {self.directory} is written by another process: end that first", _LOCK_WAIT_S)
         before = read_facts(self.directory)
         attempt = before.get("attempt")
         attempt = attempt if type(attempt) is int else 1
         write_json_atomic(self.directory / earlier_run_file(attempt), before)
+        (self.directory / STEPS_FILE).touch()
         for name in (STEPS_FILE, SAMPLES_FILE):
             _keep_steps(self.directory / name, after)
         self._facts["attempt"] = attempt + 1
         self.event(RESUMED, attempt=attempt + 1, **(self._facts.get("resumed_from") or {}))
 
-    def _hold(self) -> None:
-        """Two processes must not write to one run; what a process holds goes with it, however it ends."""
+    def _hold(self, taken: str, within_s: float) -> None:
+        """Two processes must not write to one run (UserError: `taken`); what a process holds goes with it, however it
+        ends."""
         self._claim = os.open(self.directory / EVENTS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        deadline = time.monotonic() + _LOCK_WAIT_S
+        deadline = time.monotonic() + within_s
         while True:
             try:
                 fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise UserError(f"run {self.directory} is written by another process: end that first") from None
+                    raise UserError(taken) from None
                 time.sleep(0.1)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -201,6 +198,13 @@ class RunWriter:
                 file.truncate(self._torn[name])
                 raise
             del self._torn[name]
+
+
+def _leaves_room(entry: Path) -> bool:
+    """Whether a run may begin beside this file: logs, a probe, and what a start that failed at once has left empty."""
+    if entry.name in (STEPS_FILE, EVENTS_FILE):
+        return entry.stat().st_size == 0
+    return entry.name == LOGS_DIRECTORY or entry.name.startswith(PROBE)
 
 
 def _keep_steps(path: Path, upto: int) -> None:

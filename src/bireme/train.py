@@ -150,37 +150,35 @@ def train(
             resume=resume is not None and resume.run is not None,
         )
         request.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
-        rank_log.open(directory)
-        _announce(trainer, facts, directory, checked)
-        if world.rank == 0:
-            flops, sum_of_peaks = facts["model"]["flops_per_token"]["full"], peak["flops_per_s"]
-            printer = StepPrinter(
-                console,
-                config.steps,
-                lambda rate: rate * flops / sum_of_peaks if sum_of_peaks else None,
-                communication_known=not monitor.missing.get("collectives"),
-            )
-            stack.callback(printer.close)
-        saver = Saver(
-            directory / CHECKPOINTS,
-            config.checkpoint_keep,
-            config.checkpoint_keep_every,
-            before_commit=lambda step: _record_first(monitor, step),
-            note=_Note(monitor),
-            resumed_after=resume.step if resume is not None and resume.run is not None else None,
-        )
-
-        if trainer.silence_limit_s is not None:
-            world.set_timeout(trainer.silence_limit_s)
-            stop.set_timeout(trainer.silence_limit_s)
-            for group in process_groups():
-                set_group_timeout(trainer.silence_limit_s, group)
         with monitor:
+            with world.together():
+                _keep_with_the_run(trainer, directory, rank_log)
+            _announce(trainer, facts, directory, checked)
+            if world.rank == 0:
+                flops, sum_of_peaks = facts["model"]["flops_per_token"]["full"], peak["flops_per_s"]
+                printer = StepPrinter(
+                    console,
+                    config.steps,
+                    lambda rate: rate * flops / sum_of_peaks if sum_of_peaks else None,
+                    communication_known=not monitor.missing.get("collectives"),
+                )
+                stack.callback(printer.close)
+            saver = Saver(
+                directory / CHECKPOINTS,
+                config.checkpoint_keep,
+                config.checkpoint_keep_every,
+                before_commit=lambda step: _record_first(monitor, step),
+                note=_Note(monitor),
+                resumed_after=resume.step if resume is not None and resume.run is not None else None,
+            )
+
+            if trainer.silence_limit_s is not None:
+                world.set_timeout(trainer.silence_limit_s)
+                stop.set_timeout(trainer.silence_limit_s)
+                for group in process_groups():
+                    set_group_timeout(trainer.silence_limit_s, group)
             if trainer.straggler is not None:
                 monitor.event("injection", **trainer.straggler.truth())
-            with world.together():
-                if world.rank == 0:
-                    _keep_tokenizer(trainer, directory)
             try:
                 with peer_lost_in_one_line(world, request.check):
                     loop(trainer, monitor, stop, saver)
@@ -287,12 +285,14 @@ def _stopped(
     return Stopped(signal_number, exit_code, farewell)
 
 
-def _keep_tokenizer(trainer: Trainer, directory: Path) -> None:
-    """What the model's tokens mean stays with the run."""
+def _keep_with_the_run(trainer: Trainer, directory: Path, rank_log: RankLog) -> None:
+    """This rank's log, and on rank 0 what the model's tokens mean."""
     try:
-        copy_tokenizer(trainer.tokens, directory)
+        rank_log.open(directory)
+        if trainer.world.rank == 0:
+            copy_tokenizer(trainer.tokens, directory)
     except OSError as error:
-        raise UserError(f"cannot copy the tokenizer's file into {directory}: {error.strerror or error}") from None
+        raise UserError(f"cannot write to {error.filename or directory}: {error.strerror}") from None
 
 
 class _Note:

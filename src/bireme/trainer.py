@@ -188,7 +188,7 @@ class Trainer:
                 load(tensors, resume.folder, self.world.channel.group)
             except SaveError as error:
                 raise UserError(f"checkpoint {resume.folder} cannot be read: {error}") from None
-        restore_generators(tensors, rank, self.world.device)
+            restore_generators(tensors, rank, self.world.device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint that this rank has; not copies."""

@@ -133,4 +133,4 @@ def unwritable(rank: int, size: int, folder: Path) -> str:
 def test_a_folder_that_cannot_be_written_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for said in ranks(2, unwritable, tmp_path / "file" / "run"):
-        assert f"cannot write to {tmp_path / 'file' / 'run'}: Not a directory" in said
+        assert "cannot write to" in said and "Not a directory" in said

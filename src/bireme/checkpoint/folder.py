@@ -75,6 +75,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         sealed = orjson.loads(path.read_bytes())
         manifest, digest = sealed["manifest"], sealed["sha256"]
+        found = sha256(orjson.dumps(manifest, option=orjson.OPT_SORT_KEYS)).hexdigest()
     except FileNotFoundError:
         raise Unusable(f"it has no {MANIFEST}") from None
     except OSError as error:
@@ -83,11 +84,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise Unusable(f"{MANIFEST} is torn or damaged") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise Unusable(f"{MANIFEST} was not written by bireme")
-    if sha256(orjson.dumps(manifest, option=orjson.OPT_SORT_KEYS)).hexdigest() != digest:
+    if found != digest:
         raise Unusable(f"{MANIFEST} is damaged: it does not match its own checksum")
     if manifest.get("version") != VERSION:
         raise Unusable(f"it has version {manifest.get('version')}, this bireme reads version {VERSION}")
     _check_fields(manifest)
+    if step_of(folder) not in (None, manifest["step"]):
+        raise Unusable(f"{MANIFEST} is of step {manifest['step']}")
     for name, file in manifest["files"].items():
         try:
             size = (folder / name).stat().st_size
@@ -119,6 +122,8 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     for name, kind in kinds.items():
         if type(manifest.get(name)) is not kind:
             raise Unusable(f"{MANIFEST} has no {name}, or one of the wrong type")
+    if not 1 <= manifest["step"] < 1 << 31 or not 0 <= manifest["samples"] < 1 << 53:
+        raise Unusable(f"{MANIFEST} has a step or a number of samples that cannot be")
     for name, file in manifest["files"].items():
         named = _FILE.fullmatch(name) and isinstance(file, dict)
         if not named or type(file.get("bytes")) is not int or type(file.get("sha256")) is not str:
@@ -156,7 +161,7 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is one checkpoint, and not that of several; it may have been renamed or copied."""
-    return step_of(folder.resolve()) is not None or (folder / MANIFEST).exists()
+    return step_of(folder.resolve()) is not None or os.path.exists(folder / MANIFEST)  # noqa: PTH110 (never raises)
 
 
 def read_latest(checkpoints: Path) -> str | None:

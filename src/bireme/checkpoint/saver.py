@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from bireme.channel import Channel, PeerTimeout, new_side_group, set_group_timeout
-from bireme.checkpoint.folder import clean, commit, hidden_folder, point, prune, set_aside
+from bireme.checkpoint.folder import CHECKPOINTS, clean, commit, hidden_folder, point, prune, set_aside
 from bireme.checkpoint.state import copy_to_cpu
 from bireme.checkpoint.tensors import SaveError, save
 from bireme.errors import UserError
@@ -152,10 +152,14 @@ class Saver:
         if missing:
             raise SaveError(f"{missing[0]} is not to be seen from rank 0: all nodes must share {self._checkpoints}")
         commit(partial, self._checkpoints, step, manifest, self._tag)
-        try:  # the checkpoint is there, whatever becomes of this
+        # The checkpoint is there, whatever becomes of the rest.
+        try:
             point(self._checkpoints, step)
+        except Exception as error:
+            log.warning("latest cannot be renewed: %s", one_line(error))
+        try:
             prune(self._checkpoints, self._keep, self._keep_every, self._tag)
-        except (OSError, UserError) as error:
+        except Exception as error:
             log.warning("old checkpoints are not deleted: %s", one_line(error))
 
     def _tell(self, step: int, problem: str | None, seconds: float, size_bytes: int) -> None:
@@ -173,11 +177,17 @@ def check_shared(directory: Path, world: World) -> None:
     try:
         with world.together():
             if world.rank == 0:
+                tried = directory
                 try:
                     directory.mkdir(parents=True, exist_ok=True)
                     probe.touch()
+                    if (directory / CHECKPOINTS).exists():
+                        tried = directory / CHECKPOINTS
+                        inside = tried / probe.name
+                        inside.touch()
+                        inside.unlink()
                 except OSError as error:
-                    raise UserError(f"cannot write to {directory}: {error.strerror}") from None
+                    raise UserError(f"cannot write to {tried}: {error.strerror}") from None
         with world.together():
             deadline = time.monotonic() + _SEEN_WITHIN_S
             while not probe.exists():

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bireme.errors import UserError
 from bireme.model import EMBEDDING, HEAD
 from bireme.parallel import Parallel
+from bireme.text import one_line
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL_PREFIX = "model."
@@ -105,7 +107,10 @@ def tensors_to_load(
 def restore_generators(tensors: dict[str, Tensor], rank: int, device: torch.device) -> None:
     """Sets the random number generators to what was read, where there was this rank's state."""
     cpu, cuda = _random_names(rank)
-    if cpu in tensors:
-        torch.set_rng_state(tensors[cpu])
-    if cuda in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[cuda], device)
+    try:
+        if cpu in tensors:
+            torch.set_rng_state(tensors[cpu])
+        if cuda in tensors and device.type == "cuda":
+            torch.cuda.set_rng_state(tensors[cuda], device)
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint's random number generator is of no use: {one_line(error)}") from None

@@ -72,10 +72,13 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0. An error here is raised on every rank, before anything is written."""
         needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _make(self.folder)
         free = shutil.disk_usage(self.folder).free
         if free < needed + _SPARE_BYTES:
-            raise OSError(f"the disk is full: the checkpoint needs {needed / 1e6:.3g} MB, {free / 1e6:.3g} MB are free")
+            raise OSError(
+                f"the disk is full: the checkpoint needs {needed / 1e6:.3g} MB, and {_SPARE_BYTES / 1e6:.3g} MB are "
+                f"kept for the record; {free / 1e6:.3g} MB are free"
+            )
         return [
             replace(plan, storage_data=f"rank-{rank:05d}{TENSORS_SUFFIX}" if plan.items else None)
             for rank, plan in enumerate(plans)
@@ -84,7 +87,7 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         if plan.items:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make(self.folder)
             # Wide elements first: every tensor is then aligned.
             items = sorted(plan.items, key=lambda item: (-_element_bytes(item), item.index.fqn))
             file = _write(self.folder / plan.storage_data, items, planner)
@@ -106,6 +109,12 @@ class ShardWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _make(folder: Path) -> None:
+    """A folder in that of all checkpoints; a run directory that is gone is not made again."""
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
 
 
 def _element_bytes(item: WriteItem) -> int:

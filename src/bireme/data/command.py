@@ -31,6 +31,8 @@ def prepare_command(
 ) -> None:
     if not sources:
         raise UserError("give at least one text, JSON lines or Parquet file, or a folder of them")
+    if len(text_field) > 200:
+        raise UserError(f"--text-field has {len(text_field)} characters; it is the name of a field")
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}; it must be at least 1")
     if shard_megabytes is not None and not 0.001 <= shard_megabytes <= 1e6:

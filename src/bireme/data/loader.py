@@ -1,11 +1,14 @@
 """Each rank's share of every step's batch, read ahead in the background: by a thread, or by worker processes."""
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from bireme.data.corpus import Corpus
 from bireme.data.order import rank_share
 from bireme.errors import UserError
 
+_SHARED_MEMORY = Path("/dev/shm")
+_SPARE_BYTES = 8 << 20
 _AHEAD = 2  # steps read before they are asked for, by each reader
 
 # What a scheduler sends to the whole process group. Workers live on until their rank has saved, and go with it.
@@ -148,8 +153,22 @@ class _Workers:
         )
         with _held((signal.SIGUSR1,)):  # the others it ignores
             resource_tracker.ensure_running()  # started by the first worker otherwise, and then it lifts the block
+        self._check_shared_memory()
         with _held(_RANK_SIGNALS):  # a process begins with the signals blocked that its parent's thread has blocked
             self._batches = iter(loader)
+
+    def _check_shared_memory(self) -> None:
+        """UserError where workers could not hand their batches over: PyTorch's own words are a traceback."""
+        share = self._share
+        tokens = share.global_batch_size // share.ranks * (share.corpus.sequence_length + 1)
+        needed = 16 * tokens * _AHEAD * self._workers + _SPARE_BYTES
+        if _SHARED_MEMORY.is_dir() and (
+            not os.access(_SHARED_MEMORY, os.W_OK) or shutil.disk_usage(_SHARED_MEMORY).free < needed
+        ):
+            raise UserError(
+                f"--workers need {needed / 1e6:.0f} MB in {_SHARED_MEMORY}, which has less or cannot be written: "
+                "enlarge it (docker: --shm-size), or take --workers 0"
+            )
 
     def close(self) -> None:
         self._batches = None  # ends the workers

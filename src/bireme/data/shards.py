@@ -138,6 +138,8 @@ def read_header(path: Path) -> tuple[Shard, Facts]:
 
     Cheap: the header is held against the size of the file, the tokens are not read.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UserError(f"{str(path)!r} is not a file; remove it")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

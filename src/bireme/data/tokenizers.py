@@ -72,7 +72,9 @@ class _HuggingFace:
             raise _missing("tokenizers", file) from None
         try:
             self._tokenizer = Library.from_buffer(content)
-        except Exception as error:  # the library raises nothing more precise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing more precise, and panics
             raise UserError(
                 f"{str(file)!r} is no tokenizer.json of the Hugging Face tokenizers library: {reason(error)}"
             ) from None
@@ -91,7 +93,12 @@ class _HuggingFace:
         self.separator: int = found[0]
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a word that it does not know, and no token for such words; or a panic
+            raise UserError(f"the tokenizer {str(self.file)!r} cannot encode the text: {reason(error)}") from None
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -193,7 +193,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for shard in manifest["shards"]:
             name, count, checksum = shard["file"], shard["count"], shard["sha256"]
             flawed |= not isinstance(name, str) or Path(name).name != name or not isinstance(checksum, str)
-            flawed |= type(count) is not int or count < 0 or type(shard["bytes"]) is not int
+            flawed |= type(count) is not int or not 0 <= count < 1 << 53 or type(shard["bytes"]) is not int
+        names = [shard["file"] for shard in manifest["shards"]]
+        flawed |= len(set(names)) < len(names) or not 1 <= manifest["vocab_size"] <= 1 << 32
         version = manifest["version"]
     except OSError as error:
         raise UserError(f"cannot read {str(path)!r}: {reason(error)}") from error

@@ -183,7 +183,7 @@ class Monitor:
         deadline = time.monotonic() + within_s
         with self._recorded:
             while self._recorded_step < step and not self._closed and self._exchange.failure is None:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self._writer_failure is not None:
                     return False
                 self._recorded.wait(_LOOK_AGAIN_S)  # an exchange that fails tells nobody
         return True
