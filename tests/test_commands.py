@@ -298,6 +298,7 @@ def start_jobs_at_once(folder: Path, times: int) -> None:
         assert ["sum 2" in printed for printed in outputs(jobs)] == [True, True]
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     start_jobs_at_once(tmp_path, 1)
 

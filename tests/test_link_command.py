@@ -176,6 +176,7 @@ def start(folder: Path) -> tuple[Any, list[int]]:
     raise TimeoutError("the ranks did not begin")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_in_one_line(tmp_path: Path) -> None:
     process, children = start(tmp_path)
     os.kill(children[1], signal.SIGKILL)

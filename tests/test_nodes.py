@@ -388,6 +388,7 @@ def start_and_kill(*before: str) -> None:
 
 
 @needs_namespaces
+@pytest.mark.slow
 def test_ten_killed_parents_leave_nothing_behind() -> None:
     before = set(psutil.net_if_addrs()), Path("/proc/self/mounts").read_text(), sorted(Path("/run").glob("netns/*"))
     for _ in range(10):

@@ -285,6 +285,7 @@ def test_mistakes_get_one_line(
     assert words in errors and len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_silent_peer_costs_no_more_than_what_was_promised(processes: list[Process]) -> None:
     """Without --wait; the promise is 15 s, the margin is for busy machines."""
     port = free_port()
