@@ -404,11 +404,12 @@ def test_one_process_ends_with_the_code_that_shells_expect(tmp_path: Path) -> No
     assert read_run(tmp_path / "run").facts["status_reason"] == "SIGTERM"
 
 
-def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path) -> None:
+# One that rank 0 finds, one that every rank does.
+@pytest.mark.parametrize("options", [["--run-dir", "taken"], pytest.param(["--preset", "tyo"], marks=pytest.mark.slow)])
+def test_a_mistake_is_said_once_for_all_ranks(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "run.json").write_text("{}")
     launcher = [*TORCHRUN, "--nproc_per_node=2", "-m", "bireme", "train", "--peak-seconds", "0"]
-    for options in (["--run-dir", "taken"], ["--preset", "tyo"]):  # one that rank 0 finds, one that every rank does
-        done = run([*launcher, *options], tmp_path)
-        assert done.returncode != 0
-        assert done.stderr.count("bireme: ") == 1, done.stderr
+    done = run([*launcher, *options], tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("bireme: ") == 1, done.stderr
