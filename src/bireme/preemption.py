@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bireme.channel import new_side_group, set_group_timeout
 from bireme.shutdown import StopRequest
 
-LOOK_EVERY_S = 1.0  # a look costs some 0.4 ms of a rank's cores; steps that take longer are looked at one by one
+LOOK_EVERY_S = 1.0  # a look at every short step would be felt; steps that take longer are looked at one by one
 _LONG_STEP_S = 2.0  # from here on a boundary waits for its own answer: one more step would cost more than the wait
 _MOST_BOUNDARIES = 10
 _STUCK_AFTER_S = 6.0  # two looks, two steps, and what a busy machine adds
