@@ -157,13 +157,18 @@ def _run(rank: int, job: bytes) -> bytes:
         path, size, store, timeout_s, call = pickle.loads(job)
         sys.path[:] = path
         function, args = pickle.loads(call)
+        meeting = dist.FileStore(store, size)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, size),
+            store=meeting,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
+        # gloo returns on one rank while another still connects: a function that destroys the group at once, or
+        # fails, would end the other inside `init_process_group`.
+        meeting.set(f"in/{rank}", "")
+        meeting.wait([f"in/{other}" for other in range(size)])
         return pickle.dumps((None, function(rank, size, *args)))
     except BaseException as error:
         failed_ns = time.monotonic_ns()
