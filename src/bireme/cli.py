@@ -52,7 +52,8 @@ def _with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         help_text = documents.get(each.name, "")
         # torchrun on Python 3.11 takes a `--run` behind its script's name for its own `--run-path`, and refuses it.
         names = ("--run", "--run-dir") if each.name == "run" else None
-        option = Parameter(name=names, help=help_text, show_default=default is not None)
+        negative = "" if each.name == "inject" else None  # no --empty-inject
+        option = Parameter(name=names, help=help_text, show_default=default is not None, negative=negative)
         parameters.append(
             inspect.Parameter(
                 each.name,

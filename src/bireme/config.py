@@ -129,19 +129,31 @@ class TrainConfig:
     workers: int = 0
     """Processes of each rank that read data ahead; 0: a thread."""
 
+    inject: list[str] = field(default_factory=list)
+    """Make something slow, or fail, on purpose: kind=sleep,rank=1,ms=150 (docs/injection.md); may be repeated."""
+
+    gc_every: int = 0
+    """Collect Python's garbage on all ranks after every so many steps, and never else; 0: whenever Python does."""
+
+    stall_after: float = 30.0
+    """Seconds without movement of a rank after which the run says who is waited for, and where."""
+
+    abort_after: float = 600.0
+    """Seconds without movement after which all ranks end (not in the first step); 0: never."""
+
     peak_seconds: float = 1.0
     """How long to measure what a matrix multiplication reaches on this CPU, for MFU; 0: no MFU on a CPU."""
 
     def __post_init__(self) -> None:
-        positive = ("steps", "global_batch_size", "lr", "exchange_every", "checkpoint_keep")
+        positive = ("steps", "global_batch_size", "lr", "exchange_every", "checkpoint_keep", "stall_after")
         optional = ("micro_batch_size", "sequence_length", "threads", "bucket_mb", "pipeline_stages_per_rank")
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} is {value}: it must be positive")
         not_negative = ("lr_warmup_steps", "weight_decay", "gradient_clip_norm", "evaluate_every", "skip_steps")
-        counts = ("checkpoint_every", "checkpoint_keep_every", "workers", "seed", "evaluation_samples")
-        for name in (*not_negative, *counts, "peak_seconds"):
+        counts = ("checkpoint_every", "checkpoint_keep_every", "workers", "seed", "evaluation_samples", "gc_every")
+        for name in (*not_negative, *counts, "peak_seconds", "abort_after"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must not be negative")
         if not 0 <= self.lr_min_ratio <= 1:
@@ -211,7 +223,7 @@ def _pipeline_micro_batches(share: int, pipeline_size: int) -> int:
 
 
 # What belongs to one start of the program, and not to the run that is continued.
-OF_A_START = ("run", "resume", "resume_from", "device")
+OF_A_START = ("run", "resume", "resume_from", "device", "inject", "stall_after", "abort_after")
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -271,6 +283,9 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
             raise UserError(f"{name} is {value!r}: choose {' or '.join(options)}{nearest(str(value), options)}")
         if typing.get_origin(choice) is dict and isinstance(value, dict):
             return value
+        is_list = typing.get_origin(choice) is list and isinstance(value, (list, tuple))
+        if is_list and all(isinstance(each, str) for each in value):
+            return list(value)
         if choice is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             if not abs(value) <= sys.float_info.max:  # also not for NaN, and for whole numbers beyond every float
                 raise UserError(f"{name} is {str(value)[:20]}: it must be finite")
@@ -280,5 +295,6 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
         if choice in (str, bool) and isinstance(value, choice):
             return value
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number", dict: "a table"}
+    names[list] = "a list of texts"
     expected = next(text for kind, text in names.items() if kind in choices or typing.get_origin(choices[0]) is kind)
     raise UserError(f"{name} is {value!r}: it must be {expected}")

@@ -39,7 +39,7 @@ from bireme.world import World, join, peer_lost_in_one_line
 log = logging.getLogger(__name__)
 
 # What may differ from node to node.
-_OF_A_NODE = ("data", "threads", *OF_A_START)
+_OF_A_NODE = ("data", "threads", *(each for each in OF_A_START if each != "inject"))
 
 _TORCHRUN_GRACE_S = 30.0  # from SIGTERM to SIGKILL, unless told otherwise
 _SAVE_WITHIN_S = 10.0  # for a save that is under way when training fails
