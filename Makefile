@@ -6,6 +6,9 @@ CONSTRAINTS ?= constraints.txt
 # The stamp is as new as the requirements that were installed: set-up runs again only when those change.
 STAMP := $(VENV)/.requirements-installed
 
+# Most tests wait most of the time: two processes share the files out. One shows a single test's output as it comes.
+TEST_PROCESSES ?= 2
+
 .PHONY: setup demo test test-all test-min lint format bench clean
 setup: $(STAMP)
 
@@ -20,10 +23,10 @@ demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: setup
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow"
 
 test-all: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 # The oldest supported PyTorch, which has no process-group hooks.
 test-min:

@@ -1,0 +1,152 @@
+"""Verdicts while the run goes on: judged again and again over the last steps, and told only when they change."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bireme.text import name_ranks
+from bireme.verdict.evidence import NotEnough, from_lines
+from bireme.verdict.judge import judge
+from bireme.verdict.kinds import DATA, DRIFT, HEALTHY, NODE, ONE_OFF, RANK, Verdict
+
+STARTED, CHANGED, ENDED = "started", "changed", "ended"
+
+_KEPT_STEPS = 200
+_LEAST_STEPS = 15  # of a young run that say anything
+_EVERY_STEPS = 10
+_RECENT_STEPS = 20  # a verdict that has not shown for so long is over
+_TWICE = 2  # judgements in a row that must agree before a change is told
+_SHARE_OF_TIME = 0.005  # that judging may take
+_ONE_CULPRIT = {RANK, NODE, DRIFT}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to tell: a verdict has started, changed or ended."""
+
+    state: str
+    verdict: Verdict
+    step: int  # at which it was seen
+
+    @property
+    def sentence(self) -> str:
+        verdict = self.verdict
+        if self.state != ENDED:
+            worth = ""
+            if verdict.what_if is not None and verdict.kind != ONE_OFF:
+                worth = f"; without it a step would take {verdict.what_if.step_ms:.3g} ms"
+            return f"{verdict.sentence}{worth}" + (f". {_capital(verdict.advice)}" if verdict.advice else "")
+        who = f"node {verdict.node}" if verdict.kind == NODE else name_ranks(verdict.ranks)
+        if verdict.kind == DATA:
+            return f"over since step {verdict.last_step}: no rank is much slower than the others in a step any more"
+        if verdict.kind in _ONE_CULPRIT:
+            verb = "is" if verdict.kind == NODE or len(verdict.ranks) == 1 else "are"
+            return f"over since step {verdict.last_step}: {who} {verb} as fast as before ({verdict.cause})"
+        return f"over since step {verdict.last_step}: {verdict.cause}"
+
+    def as_event(self) -> dict[str, Any]:
+        """As in events.jsonl."""
+        return {
+            "event": "verdict",
+            "change": self.state,
+            "step": self.step,
+            "message": self.sentence,
+            **self.verdict.as_dict(),
+        }
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+@dataclass(slots=True)
+class _Open:
+    verdict: Verdict
+    unlike: int = 0  # judgements in a row that saw it otherwise
+    gone: int = 0  # judgements in a row that did not see it
+
+
+class LiveJudge:
+    """`add` takes the records of steps as they come, on rank 0, and returns what there is to tell. `facts`: of
+    run.json. Its memory is bounded, and so is its time: where judging takes long (many ranks) it happens less often."""
+
+    def __init__(self, facts: Mapping[str, Any], clock: Callable[[], float] = time.monotonic):
+        self._facts = facts
+        self._clock = clock
+        self._lines: deque[Mapping[str, Any]] = deque(maxlen=_KEPT_STEPS)
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=_KEPT_STEPS)
+        self._new = 0
+        self._not_before = 0.0
+        self._open: list[_Open] = []
+        self._pending: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._told_once: set[int] = set()
+
+    def add(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> list[Change]:
+        measured = [line for line in lines if line["skipped"] is None]
+        self._lines.extend(measured)
+        self._events.extend(event for event in events if event.get("event") == "checkpoint")
+        self._new += len(measured)
+        began = self._clock()
+        if self._new < _EVERY_STEPS or len(self._lines) < _LEAST_STEPS or began < self._not_before:
+            return []
+        self._new = 0
+        try:
+            evidence = from_lines(list(self._lines), self._facts, list(self._events))
+            verdicts = judge(evidence)
+        except NotEnough:
+            return []
+        finally:
+            self._not_before = self._clock() + (self._clock() - began) / _SHARE_OF_TIME
+        return self._compare(verdicts, int(evidence.steps[-1]))
+
+    def _compare(self, verdicts: Sequence[Verdict], now: int) -> list[Change]:
+        recent = [v for v in verdicts if v.kind != HEALTHY and v.last_step >= now - _RECENT_STEPS]
+        changes = self._once([verdict for verdict in recent if verdict.kind == ONE_OFF], now)
+        lasting = [verdict for verdict in recent if verdict.kind != ONE_OFF]
+        for each in list(self._open):
+            match = next((verdict for verdict in lasting if _same_culprit(each.verdict, verdict)), None)
+            if match is None:
+                each.gone += 1
+                if each.gone >= _TWICE:
+                    self._open.remove(each)
+                    changes.append(Change(ENDED, each.verdict, now))
+                continue
+            lasting.remove(match)
+            each.gone = 0
+            each.unlike = each.unlike + 1 if _is_other(each.verdict, match) else 0
+            if each.unlike >= _TWICE:
+                each.unlike = 0
+                each.verdict = match
+                changes.append(Change(CHANGED, match, now))
+            elif not each.unlike:
+                each.verdict = match
+        seen = {(verdict.kind, verdict.ranks): verdict for verdict in lasting}
+        self._pending = {key: self._pending.get(key, 0) + 1 for key in seen}
+        for key, verdict in seen.items():
+            # What is large needs no second look.
+            if self._pending[key] >= _TWICE or verdict.share >= 0.1:
+                del self._pending[key]
+                self._open.append(_Open(verdict))
+                changes.append(Change(STARTED, verdict, now))
+        return changes
+
+    def _once(self, verdicts: Sequence[Verdict], now: int) -> list[Change]:
+        new = [verdict for verdict in verdicts if verdict.first_step not in self._told_once]
+        self._told_once |= {step for verdict in new for step in range(verdict.first_step, verdict.last_step + 1)}
+        self._told_once = {step for step in self._told_once if step > now - 2 * _KEPT_STEPS}
+        return [Change(STARTED, verdict, now) for verdict in new]
+
+
+def _same_culprit(a: Verdict, b: Verdict) -> bool:
+    if a.kind in _ONE_CULPRIT and b.kind in _ONE_CULPRIT:
+        return bool(set(a.ranks) & set(b.ranks)) or (not a.ranks and not b.ranks)
+    return a.kind == b.kind
+
+
+def _is_other(a: Verdict, b: Verdict) -> bool:
+    """Whether it is worth a line that `a` is `b` now."""
+    if (a.kind, a.ranks if a.kind in _ONE_CULPRIT else ()) != (b.kind, b.ranks if b.kind in _ONE_CULPRIT else ()):
+        return True
+    return (a.cause, a.state) != (b.cause, b.state) or not 0.5 <= b.excess_ms / max(a.excess_ms, 1e-9) <= 2.0
