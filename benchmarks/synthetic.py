@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.ledger import PHASES, STATES
-from bireme.verdict import Evidence
-from bireme.verdict.evidence import Use
+from bireme.verdict.evidence import Evidence, Use
 
 Array = NDArray[np.float64]
 N_CELLS = len(PHASES) * len(STATES)
@@ -108,7 +107,7 @@ class Made:
         per_stage = -(-self.size // self.stages)
         stage_of = np.arange(self.size) // per_stage
         size_bytes = np.full(self.steps, 44e6)
-        use = Use(0, "all_reduce", size_bytes, self.transfer_ms * 1.5)
+        use = Use(0, "all_reduce", np.full(self.steps, 8.0), size_bytes, self.transfer_ms * 1.5)
         return Evidence(
             steps=np.arange(1, self.steps + 1),
             ranks=np.arange(self.size),
@@ -147,7 +146,7 @@ def make(kind: str, seed: int, effect: float | None = None, noise: float | None 
 
 def _spread(rng: np.random.Generator, ms: float, shape: Any, noise: float) -> Array:
     """What is planted varies as much as everything else."""
-    return np.maximum(ms * (1 + noise * rng.standard_normal(shape)), 0.0)
+    return np.asarray(np.maximum(ms * (1 + noise * rng.standard_normal(shape)), 0.0))
 
 
 def _with(truth: Truth, **fields: Any) -> Truth:

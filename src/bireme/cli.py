@@ -106,7 +106,7 @@ def _toml_value(text: str) -> Any:
 
 
 @app.command
-def report(*runs: Path, json: bool = False) -> None:
+def report(*runs: Path, json: bool = False, links: Path | None = None) -> None:
     """Show where the time of a run went; with two runs, side by side.
 
     Parameters
@@ -115,10 +115,12 @@ def report(*runs: Path, json: bool = False) -> None:
         One run directory, or two to compare.
     json
         Print one JSON object instead (docs/run-directory.md).
+    links
+        What `bireme links` measured of the same ranks: the run's transfers are held against it.
     """
     from bireme.report import report_command
 
-    report_command(list(runs), json)
+    report_command(list(runs), json, links)
 
 
 @app.command

@@ -69,6 +69,12 @@ class RankLog(logging.Handler):
         with suppress(OSError):
             self._console.print(Text(f"warning{where}: {message}", style="yellow"))
 
+    def show_verdict(self, event: dict[str, Any]) -> None:
+        """One line when a verdict starts, changes or ends (docs/verdicts.md)."""
+        with suppress(OSError):
+            style = "green" if event["change"] == "ended" else "bold yellow"
+            self._console.print(Text(f"verdict after step {event['step']}: {event['message']}", style=style))
+
     def open(self, run_directory: Path) -> None:
         """Begins the rank's log file. A node without a shared file system gets a directory of its own."""
         path = run_directory / "logs" / f"rank-{self._rank}.log"

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from bireme.ledger import STATES
+from bireme.links import LinkTable
 from bireme.report.summary import summarise
 from bireme.report.terminal import mean_ledger, ms, percent, safe, what_ran
 from bireme.run_reader import Run
@@ -27,13 +28,13 @@ _FACTS = (
 _IGNORED = frozenset({"config.run", "model.flops_per_token"})
 
 
-def compare(a: Run, b: Run) -> dict[str, Any]:
+def compare(a: Run, b: Run, links: LinkTable | None = None) -> dict[str, Any]:
     """`{a, b, differences}`: both summaries, and what differs.
 
     `differences` is `{facts: [{field, a, b}], metrics: [{metric, unit, a, b, change, ratio}]}`: `change` is b - a,
     `ratio` b / a; both are None where they cannot be computed. Raises UserError as `summarise` does.
     """
-    summary_a, summary_b = summarise(a), summarise(b)
+    summary_a, summary_b = summarise(a, links=links), summarise(b, links=links)
     facts_a, facts_b = _facts(a), _facts(b)
     absent = object()
     differing = [name for name in {**facts_a, **facts_b} if facts_a.get(name, absent) != facts_b.get(name, absent)]

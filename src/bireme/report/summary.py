@@ -11,7 +11,9 @@ from typing import Any
 
 from bireme.errors import UserError
 from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, bus_bandwidth_factor
+from bireme.links import LinkTable
 from bireme.report.resources import link_traffic, memory_numbers
+from bireme.report.verdicts import verdicts_of
 from bireme.run_reader import Run, is_number
 from bireme.text import name_ranks
 
@@ -23,9 +25,10 @@ StepFilter = Callable[[Step], bool] | Collection[int]
 _WARNINGS_SHOWN = 5
 
 
-def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
+def summarise(run: Run, steps: StepFilter | None = None, links: LinkTable | None = None) -> dict[str, Any]:
     """The summary of a run, over its measured steps (those not skipped), or over those of them that `steps` keeps: a
-    function of the step's line, or a collection of step numbers. Raises UserError when no step is left."""
+    function of the step's line, or a collection of step numbers. `links`: what the verdicts hold the run's links
+    against. Raises UserError when no step is left."""
     measured = measured_steps(run, steps)
     walls_ms = [_mean(ranks_wall_ms(step)) for step in measured]
     step_ms = {
@@ -82,7 +85,8 @@ def summarise(run: Run, steps: StepFilter | None = None) -> dict[str, Any]:
         if step.get("loss") is None:
             loss = {**(loss or {}), f"{name}_reason": str(step["loss_reason"])}
     summary |= _or_reason("loss", loss, None if losses else "no loss was recorded")
-    summary |= {"verdicts": None, "verdicts_reason": "this version computes no verdicts"}
+    chosen = "these are chosen steps: what persists cannot be seen in them"
+    summary |= _or_reason("verdicts", *(verdicts_of(run, measured, links) if steps is None else (None, chosen)))
     summary["link_traffic"] = link_traffic(run, {step["step"] for step in measured})
     summary["memory"] = memory_numbers(run)
     summary["host"] = _host(run)

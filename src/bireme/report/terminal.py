@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from bireme.environment import UNSHAPED
 from bireme.ledger import PHASES, STATES
 from bireme.report.colours import STATE_COLOURS
+from bireme.report.verdicts import verdict_lines
 from bireme.run_reader import Run
 from bireme.text import count, rank_list
 
@@ -41,6 +42,10 @@ def render(summary: dict[str, Any], run: Run, console: "Console") -> None:
             summary["loss"].get(f"{name}_reason") or f"{summary['loss'][name]:.4f}" for name in ("first", "last")
         )
         line(f"loss: {safe(first)} at first, {safe(last)} at last")
+    for sentence, below in verdict_lines(summary):
+        line(f"[bold]{safe(sentence)}[/bold]")
+        for text in below:
+            line(f"  {safe(text)}")
     line("")
     for title, ledger in _ledgers(summary):
         console.print(_ledger_table(title, ledger))

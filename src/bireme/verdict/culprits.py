@@ -14,6 +14,7 @@ from bireme.verdict.worth import caused_ms, saved_ms, share, what_if
 _OF_NODE = 0.5  # of its node's excess that a rank has, if it is the node
 _MOST_RANKS = 0.8  # of a node's ranks that must have it
 _FEW_NODES = 4
+_LATEST = 15  # steps that tell how slow it is now
 _STRICT_HITS = 0.9
 
 
@@ -126,6 +127,7 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
             "peers_own_ms": round(float(np.median(average[steps])), 3),
             "cell_excess_ms": round(cause.excess_ms, 3),
             "others_wait_ms": round(caused, 3),
+            "latest_excess_ms": round(float(np.median(excess[steps][-_LATEST:])), 3),
             "noise_ms": round(noise_ms(excess[:, None]), 3),
             "times_the_noise": round(min(stretch.sigmas, 1e6), 1),
             "steps": stretch.end - stretch.start,

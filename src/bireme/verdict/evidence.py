@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.ledger import BLOCKED, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT
+from bireme.links import checked_link_rate
 
 LEAST_STEPS = 8  # fewer say nothing about what persists
 
@@ -26,7 +27,8 @@ class Use:
 
     group: int
     operation: str
-    bytes: Array
+    count: Array
+    bytes: Array  # of all of them
     transfer_ms: Array
 
 
@@ -51,7 +53,6 @@ class Evidence:
     collectives_known: bool
     uses: tuple[Use, ...] = ()
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()  # name and ranks
-    group_size_on_nodes: tuple[int, ...] = ()
     workers: int = 0  # processes of each rank that read data
     link_bytes_per_s: float | None = None  # of the card of an emulated node
     write_s: tuple[float, ...] = ()  # by rank: the mean time to write a checkpoint
@@ -96,9 +97,6 @@ class Evidence:
     def own_cells(self) -> list[int]:
         """Which cells are self time."""
         return _OWN if self.collectives_known else [cell for cell in _OWN if cell % len(STATES) != BLOCKED]
-
-    def last(self, steps: int) -> "Evidence":
-        raise NotImplementedError
 
 
 def from_lines(
@@ -194,27 +192,26 @@ def _roles(facts: Mapping[str, Any], ranks: NDArray[np.int64]) -> tuple[NDArray[
 
 def _uses(lines: Sequence[Mapping[str, Any]], ranks: NDArray[np.int64]) -> tuple[Use, ...]:
     """Per group and operation, the median of what its members say."""
-    taken: dict[tuple[int, str], tuple[list[list[float]], list[list[float]]]] = {}
+    taken: dict[tuple[int, str], tuple[list[list[float]], ...]] = {}
     for place, line in enumerate(lines):
         for rank in ranks:
-            for group, operation, _, size, transfer_ns, _ in line["collectives"][rank]:
+            for group, operation, count, size, transfer_ns, _ in line["collectives"][rank]:
                 key = (group, operation)
                 if key not in taken:
-                    taken[key] = ([[] for _ in lines], [[] for _ in lines])
-                taken[key][0][place].append(size)
-                taken[key][1][place].append(transfer_ns / 1e6)
+                    taken[key] = tuple([[] for _ in lines] for _ in range(3))
+                for column, value in zip(taken[key], (count, size, transfer_ns / 1e6), strict=True):
+                    column[place].append(value)
     uses = []
-    for (group, operation), (sizes, transfers) in sorted(taken.items()):
-        if all(transfers):  # an operation that is not in every step says little about a link
-            medians = [np.array([np.median(each) for each in column]) for column in (sizes, transfers)]
-            uses.append(Use(group, operation, *medians))
+    for (group, operation), columns in sorted(taken.items()):
+        if all(columns[0]):  # an operation that is not in every step says little about a link
+            uses.append(Use(group, operation, *(np.array([np.median(each) for each in column]) for column in columns)))
     return tuple(uses)
 
 
 def _link(facts: Mapping[str, Any]) -> float | None:
     network = facts.get("network")
-    rate = network.get("link_bits_per_s") if isinstance(network, dict) else None
-    return rate / 8 if isinstance(rate, (int, float)) and rate > 0 else None
+    rate = checked_link_rate(network.get("link")) if isinstance(network, dict) else None
+    return rate / 8 if rate else None
 
 
 def _write_s(events: Sequence[Mapping[str, Any]], size: int) -> tuple[float, ...]:

@@ -95,6 +95,8 @@ def window_length(steps: int, noise: float, step_ms: float) -> int:
 def windows(series: Array, length: int) -> Array:
     """(T, n) -> (W, n): medians of whole windows; what is left at the end belongs to the last."""
     count = max(1, len(series) // length)
+    if count == 1:
+        return np.asarray(np.median(series, axis=0)[None])
     whole = np.median(series[: (count - 1) * length].reshape(count - 1, length, -1), axis=1)
     return np.concatenate([whole, np.median(series[(count - 1) * length :], axis=0)[None]])
 

@@ -140,7 +140,7 @@ def period_of(places: NDArray[np.int64]) -> tuple[int, float] | None:
 def _garbage(evidence: Evidence, hits: Hits, peers: Array, excess: Array) -> list[Verdict]:
     """Pauses for garbage collection on one rank or on several, at different steps."""
     columns = np.arange(len(evidence.ranks))
-    over = evidence.gc_ms - np.median(evidence.gc_ms, axis=1)[:, None]
+    over = evidence.gc_ms - peers_ms(evidence, evidence.gc_ms)
     paused = (over >= 0.5 * np.maximum(excess, 1e-9)) & (excess >= EFFECT * evidence.typical_ms)
     guilty = columns[paused.sum(axis=0) >= _LEAST_PERIODIC]
     if not len(guilty):

@@ -21,6 +21,8 @@ def judge(evidence: Evidence, expected: Expected | None = None) -> list[Verdict]
 
     expected: what a collective takes by the measured table of links, in milliseconds.
     """
+    if evidence.typical_ms <= 0:
+        return [_healthy(evidence)]
     turns = takes_turns_in(evidence)
     persists = persistent(evidence, turns)
     stages = stage_verdicts(evidence)

@@ -13,13 +13,16 @@ from bireme.verdict.kinds import EFFECT, LINK, Verdict
 from bireme.verdict.worth import share, what_if
 
 _SLOWER = 0.3  # of the expected transfer: shared networks vary by less
+_BUSY = 1.4  # times what a collective takes by itself: here it shares cores and sockets with training
 _OF_SIBLINGS = 0.7  # of the other groups' rate
 _BEST = 0.2  # the quantile of a group's own history that says what its link can do
 # What gloo reaches of a shaped link when nothing is wrong (docs/links.md): all-reduce 95 %, all-gather 65 %, and a
 # reduce-scatter, which it runs as an all-reduce, 38 %. Less than half of that is not the protocol.
 _OF_NOMINAL = {"all_reduce": 0.45, "all_gather": 0.3, "reduce_scatter": 0.18}
 
-Expected = Callable[[str, tuple[int, ...], float], float | None]  # (operation, ranks, bytes) -> ms, as was measured
+Expected = Callable[
+    [str, tuple[int, ...], float], float | None
+]  # (operation, ranks, bytes) -> ms, as measured; None: not
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,10 @@ def _slow(evidence: Evidence, use: Use, expected: Expected | None) -> _Slow | No
     rate = use.bytes / np.maximum(use.transfer_ms, 1e-6)  # bytes per millisecond
     candidates: list[tuple[Array, str]] = []
     if expected is not None:
-        measured = [expected(use.operation, ranks, float(size)) for size in np.unique(use.bytes)]
-        if all(each is not None for each in measured):
-            known = dict(zip(np.unique(use.bytes).tolist(), measured, strict=True))
-            candidates.append((np.array([known[size] for size in use.bytes]) * 1.4, "links.json"))
+        kinds, which = np.unique(np.stack([use.count, use.bytes]), axis=1, return_inverse=True)
+        measured = [count * (expected(use.operation, ranks, size / count) or np.nan) for count, size in kinds.T]
+        if not np.isnan(measured).any():
+            candidates.append((_BUSY * np.array(measured)[which.reshape(-1)], "links.json"))
     nominal = _nominal(evidence, use)
     if nominal is not None:
         candidates.append((use.bytes / nominal, "the link's rate"))

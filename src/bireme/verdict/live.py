@@ -37,7 +37,9 @@ class Change:
             worth = ""
             if verdict.what_if is not None and verdict.kind != ONE_OFF:
                 worth = f"; without it a step would take {verdict.what_if.step_ms:.3g} ms"
-            return f"{verdict.sentence}{worth}" + (f". {_capital(verdict.advice)}" if verdict.advice else "")
+            now = f" ({_latest(verdict):.3g} ms in the last steps)" if self.state == CHANGED else ""
+            advice = f". {_capital(verdict.advice)}" if verdict.advice else ""
+            return f"{verdict.sentence}{now}{worth}{advice}"
         who = f"node {verdict.node}" if verdict.kind == NODE else name_ranks(verdict.ranks)
         if verdict.kind == DATA:
             return f"over since step {verdict.last_step}: no rank is much slower than the others in a step any more"
@@ -105,13 +107,15 @@ class LiveJudge:
         recent = [v for v in verdicts if v.kind != HEALTHY and v.last_step >= now - _RECENT_STEPS]
         changes = self._once([verdict for verdict in recent if verdict.kind == ONE_OFF], now)
         lasting = [verdict for verdict in recent if verdict.kind != ONE_OFF]
+        past = [verdict for verdict in verdicts if verdict.last_step < now - _RECENT_STEPS]
         for each in list(self._open):
             match = next((verdict for verdict in lasting if _same_culprit(each.verdict, verdict)), None)
             if match is None:
                 each.gone += 1
-                if each.gone >= _TWICE:
+                over = next((verdict for verdict in past if _same_culprit(each.verdict, verdict)), None)
+                if over is not None or each.gone >= _TWICE:
                     self._open.remove(each)
-                    changes.append(Change(ENDED, each.verdict, now))
+                    changes.append(Change(ENDED, over or each.verdict, now))
                 continue
             lasting.remove(match)
             each.gone = 0
@@ -149,4 +153,8 @@ def _is_other(a: Verdict, b: Verdict) -> bool:
     """Whether it is worth a line that `a` is `b` now."""
     if (a.kind, a.ranks if a.kind in _ONE_CULPRIT else ()) != (b.kind, b.ranks if b.kind in _ONE_CULPRIT else ()):
         return True
-    return (a.cause, a.state) != (b.cause, b.state) or not 0.5 <= b.excess_ms / max(a.excess_ms, 1e-9) <= 2.0
+    return (a.cause, a.state) != (b.cause, b.state) or not 0.5 <= _latest(b) / max(_latest(a), 1e-9) <= 2.0
+
+
+def _latest(verdict: Verdict) -> float:
+    return float(verdict.evidence.get("latest_excess_ms", verdict.excess_ms))

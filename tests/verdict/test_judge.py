@@ -1,0 +1,342 @@
+"""Verdicts on made-up runs whose culprit is known (benchmarks/stragglers.py scores thousands of them)."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bireme.ledger import PHASES
+from bireme.verdict.evidence import Evidence, Use, from_lines
+from bireme.verdict.judge import judge
+from bireme.verdict.kinds import Verdict
+
+if TYPE_CHECKING:
+    from benchmarks.synthetic import KINDS, Made, cell, make
+    from tests.verdict.made_lines import facts, line
+else:
+    from made_lines import facts, line
+
+    from synthetic import KINDS, Made, cell, make
+
+ALARMS = {"rank", "node", "link", "stage_imbalance", "data_imbalance", "drift"}
+
+
+def alarms(verdicts: list[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.kind in ALARMS]
+
+
+def only(verdicts: list[Verdict]) -> Verdict:
+    (verdict,) = verdicts
+    return verdict
+
+
+def quiet(steps: int = 200, size: int = 8, noise: float = 0.03, seed: int = 0, **more: Any) -> Made:
+    return Made(steps, size, np.random.default_rng(seed), noise, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_planted_is_found_and_nothing_else(kind: str) -> None:
+    right = 0
+    for seed in range(70_000, 70_012):
+        evidence, truth = make(kind, seed, noise=0.03)
+        verdicts = judge(evidence)
+        found = [v for v in verdicts if v.kind in truth.kinds and (not truth.ranks or set(v.ranks) == set(truth.ranks))]
+        right += bool(found) and (not truth.cells or (found[0].phase, found[0].state) in truth.cells)
+        assert all(verdict in found for verdict in alarms(verdicts)), (kind, seed)
+    assert right >= 11
+
+
+def test_healthy_runs_stay_healthy() -> None:
+    """B52 a: 8 ranks, noise of 3 %, 200 runs: less than one alarm in a hundred."""
+    found = [alarms(judge(make("healthy", seed, noise=0.03)[0])) for seed in range(80_000, 80_200)]
+    assert sum(map(bool, found)) <= 1
+
+
+def test_healthy_is_a_verdict_and_says_what_it_saw() -> None:
+    made = quiet()
+    made.plant(slice(None), 3, ("forward", "running"), 0.02 * made.step_ms)
+    verdict = only(judge(made.evidence()))
+    assert verdict.kind == "healthy"
+    assert "Rank 3 takes most of its own" in verdict.sentence and "(2" in verdict.sentence
+    assert 0 < verdict.confidence < 1 and verdict.what_if is None
+
+
+def test_one_spike_is_a_one_off() -> None:
+    """B52 b."""
+    made = quiet()
+    made.plant(77, 5, ("input", "blocked"), 2000.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.first_step, verdict.last_step) == ("one_off", (5,), 78, 78)
+    assert (verdict.phase, verdict.state) == ("input", "blocked")
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_culprit_that_changes_is_uneven_work(size: int, in_order: bool) -> None:
+    """B52 c."""
+    for seed in range(5):
+        made = quiet(size=size, seed=seed)
+        who = np.arange(200) % size if in_order else np.random.default_rng(seed).integers(0, size, 200)
+        made.plant(np.arange(200), who, ("forward", "running"), 0.3 * made.step_ms)
+        verdict = only(judge(made.evidence()))
+        assert verdict.kind == "data_imbalance" and verdict.ranks == tuple(range(size))
+        assert (verdict.phase, verdict.state) == ("forward", "running")
+
+
+def test_ten_percent_are_found_within_thirty_steps() -> None:
+    """B52 d."""
+    for seed in range(20):
+        made = quiet(seed=seed)
+        made.plant(slice(100, None), 3, ("backward", "running"), 0.1 * made.healthy_ms)
+        evidence = made.evidence()
+        verdict = only(judge(_first(evidence, 130)))
+        assert (verdict.kind, verdict.ranks) == ("rank", (3,))
+
+
+def _first(evidence: Evidence, steps: int) -> Evidence:
+    cut = {name: getattr(evidence, name)[:steps] for name in ("steps", "wall_ms", "cells_ms", "gc_ms", "tokens")}
+    uses = tuple(
+        dataclasses.replace(use, count=use.count[:steps], bytes=use.bytes[:steps], transfer_ms=use.transfer_ms[:steps])
+        for use in evidence.uses
+    )
+    return dataclasses.replace(evidence, **cut, uses=uses)
+
+
+def test_twice_as_long_in_a_phase_of_a_millisecond_is_healthy() -> None:
+    """B52 e."""
+    made = quiet()
+    made.plant(slice(None), 2, ("input", "running"), 1.0)
+    assert only(judge(made.evidence())).kind == "healthy"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "where", [("input", "blocked"), ("forward", "blocked"), ("backward", "blocked"), ("optimizer", "running")]
+)
+def test_who_waits_is_not_blamed(rank: int, where: tuple[str, str]) -> None:
+    """B51: all steps are equally long on both ranks; the one that waits less is the slow one, in its own phase."""
+    made = quiet(size=2, steps=60)
+    made.plant(slice(None), rank, where, 150.0)
+    evidence = made.evidence()
+    assert np.ptp(evidence.wall_ms, axis=1).max() < 1e-3
+    verdict = only(judge(evidence))
+    assert (verdict.kind, verdict.ranks, (verdict.phase, verdict.state)) == ("rank", (rank,), where)
+    assert verdict.excess_ms == pytest.approx(150, rel=0.1)
+
+
+def test_removing_the_culprit_is_worth_what_it_costs() -> None:
+    for size in (2, 4, 16):
+        for ms in (80.0, 250.0):
+            made = quiet(size=size)
+            clean_ms = made.healthy_ms
+            made.plant(slice(None), 1, ("backward", "blocked"), ms)
+            verdict = only(judge(made.evidence()))
+            assert verdict.what_if is not None
+            assert verdict.what_if.step_ms == pytest.approx(clean_ms, rel=0.05)
+            assert verdict.what_if.tokens_per_s_global == pytest.approx(4096 * size / clean_ms * 1e3, rel=0.05)
+            assert verdict.share == pytest.approx(ms / (clean_ms + ms), rel=0.15)
+
+
+def test_the_next_slowest_limits_what_it_is_worth() -> None:
+    made = quiet(size=4)
+    clean_ms = made.healthy_ms
+    for rank, ms in ((1, 200.0), (2, 150.0)):
+        made.plant(slice(None), rank, ("forward", "running"), ms)
+    verdicts = judge(made.evidence())
+    assert {verdict.ranks for verdict in verdicts} == {(1,), (2,)}
+    first = next(verdict for verdict in verdicts if verdict.ranks == (1,))
+    assert first.what_if is not None and first.what_if.step_ms == pytest.approx(clean_ms + 150, rel=0.05)
+
+
+def test_garbage_collection_at_different_steps_is_named() -> None:
+    """B54: at least four fifths of the excess are attributed, to the ranks that paused."""
+    made = quiet(size=2, steps=80)
+    for rank in range(2):
+        rows = np.arange(rank * 2, 80, 5)
+        made.plant(rows, rank, ("forward", "running"), 300.0)
+        made.gc_ms[rows, rank] = 290.0
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.cause) == ("rank", (0, 1), "garbage collection")
+    assert "--gc-every" in verdict.advice
+    assert verdict.share * made.evidence().step_ms.sum() >= 0.8 * 32 * 290.0
+
+
+def test_a_card_that_gets_slower_is_a_drift() -> None:
+    """B55: 10 % more from step 200 on, bit by bit: the change is found within 20 steps."""
+    for seed in range(5):
+        made = quiet(steps=400, noise=0.01, seed=seed)
+        ramp = np.clip((np.arange(400) - 200) / 150, 0, 1) * 0.1 * made.healthy_ms
+        made.plant(np.arange(400), 6, ("backward", "running"), ramp)
+        verdict = only(judge(made.evidence()))
+        assert (verdict.kind, verdict.ranks) == ("drift", (6,))
+        assert abs(verdict.first_step - 200) <= 20
+        assert "temperature" in verdict.advice
+
+
+def test_all_cards_that_get_slower_are_a_drift() -> None:
+    made = quiet(steps=300, noise=0.01)
+    ramp = np.clip((np.arange(300) - 150) / 100, 0, 1) * 0.3 * made.step_ms
+    made.cells[:, :, cell("backward", "running")] += ramp[:, None]
+    verdict = only(judge(made.evidence()))
+    assert verdict.kind == "drift" and len(verdict.ranks) == 8 and "all ranks" in verdict.sentence
+
+
+def test_every_fourth_step_with_four_workers_is_the_loader() -> None:
+    """B59: batches take 120 ms, four workers, a step takes 20 ms without them."""
+    rows = []
+    for step in range(1, 101):
+        stall = 100.0 if step % 4 == 0 else 0.0
+        rows.append(line(step, [{"input/blocked": 0.1 + stall, "forward/running": 20.0 + step % 3 * 0.1}] * 2))
+    verdict = only(judge(from_lines(rows, facts(2, config={"workers": 4}))))
+    assert (verdict.kind, verdict.ranks, verdict.phase, verdict.state) == ("rank", (0, 1), "input", "blocked")
+    assert verdict.evidence["period_steps"] == 4 and "every 4th step waits, and there are 4 workers" in verdict.advice
+    assert "about 9 workers would keep up" in verdict.advice  # 4 x 45 ms / 20 ms
+
+
+def test_one_rank_whose_loader_stalls_now_and_then() -> None:
+    made = quiet(size=4)
+    rows = np.arange(3, 200, 6)
+    made.plant(rows, 2, ("input", "blocked"), 400.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.phase) == ("rank", (2,), "input")
+    assert verdict.evidence["period_steps"] == 6 and "every 6th step" in verdict.sentence
+
+
+def test_a_slow_checkpoint_is_named_with_who_writes_it() -> None:
+    rows = []
+    for step in range(1, 61):
+        saving = 500.0 if step % 10 == 0 else 0.0
+        rows.append(line(step, [{"checkpoint/blocked": saving, "forward/running": 50.0}] * 2))
+    events = [{"event": "checkpoint", "write_s": [0.1, 4.0]}]
+    verdict = only(judge(from_lines(rows, facts(2), events)))
+    assert (verdict.kind, verdict.ranks, verdict.phase, verdict.state) == ("rank", (1,), "checkpoint", "blocked")
+    assert "rank 1 on here writes for 4 s, the others for 0.1 s" in verdict.sentence
+    verdict = only(judge(from_lines(rows, facts(2))))
+    assert verdict.ranks == (0, 1) and verdict.evidence["period_steps"] == 10
+
+
+# --- nodes, stages, links ----------------------------------------------------------------------------------------
+
+
+def test_one_slow_rank_is_not_its_node() -> None:
+    made = quiet(size=4, nodes=2)
+    made.plant(slice(None), 3, ("backward", "running"), 60.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.node) == ("rank", (3,), "node1")
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (16, 2), (32, 8)])
+def test_all_ranks_of_a_node_are_the_node(size: int, nodes: int) -> None:
+    made = quiet(size=size, nodes=nodes)
+    per_node = size // nodes
+    ranks = np.arange(per_node, 2 * per_node)
+    made.plant(slice(None), ranks, ("backward", "runnable"), 60.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.node) == ("node", tuple(ranks.tolist()), "node1")
+    assert verdict.sentence.startswith("node node1")
+
+
+def test_waiting_in_a_pipeline_is_not_blame() -> None:
+    made = quiet(size=8, stages=2)
+    made.plant(slice(None), np.arange(4), ("forward", "wait"), 80.0)
+    evidence = made.evidence()
+    assert only(judge(evidence)).kind == "healthy"
+
+
+def test_a_slow_rank_of_a_light_stage_is_found_by_its_peers() -> None:
+    """Who arrives last overall is a rank of the heavy stage; only peers of the same stage show who is slow."""
+    made = quiet(size=8, stages=2)
+    made.plant(slice(None), np.arange(4, 8), ("forward", "running"), 40.0)
+    made.plant(slice(None), np.arange(4, 8), ("backward", "running"), 80.0)
+    made.plant(slice(None), 1, ("forward", "running"), 60.0)
+    evidence = made.evidence()
+    verdicts = {verdict.kind: verdict for verdict in judge(evidence)}
+    assert verdicts["stage_imbalance"].ranks == (4, 5, 6, 7)
+    # Its own time is less than any of stage 1, so nobody waits for it: it is no alarm, as long as that is so.
+    assert "rank" not in verdicts or verdicts["rank"].ranks == (1,)
+
+
+def test_a_stage_of_one_rank_that_sleeps_is_a_slow_rank() -> None:
+    made = quiet(size=2, stages=2)
+    made.plant(slice(None), 1, ("forward", "blocked"), 100.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.phase, verdict.state) == ("rank", (1,), "forward", "blocked")
+
+
+def _with_uses(evidence: Evidence, *uses: Use, **more: Any) -> Evidence:
+    return dataclasses.replace(evidence, uses=uses, **more)
+
+
+def test_a_link_that_slows_down_is_the_link_and_no_rank() -> None:
+    made = quiet(size=4, nodes=2)
+    made.transfer_ms[120:] += 100
+    verdict = only(judge(made.evidence(True)))
+    assert (verdict.kind, verdict.ranks, verdict.state) == ("link", (0, 1, 2, 3), "transfer")
+    assert abs(verdict.first_step - 121) <= 5
+    assert verdict.evidence["nodes"] == ["node0", "node1"] and verdict.evidence["expected_from"] == "its own history"
+
+
+def test_a_link_is_held_against_its_siblings_its_rate_and_what_was_measured() -> None:
+    """B56: a pair at half of the bandwidth of the others like it."""
+    made = quiet(size=8, nodes=2)
+    made.transfer_ms[:] = 60.0
+    size, ones = np.full(200, 10e6), np.ones(200)
+    pairs = tuple(("replicate", (rank, rank + 4)) for rank in range(4))
+    uses = [Use(i, "all_reduce", ones, size, np.full(200, 60.0 if i == 2 else 25.0)) for i in range(4)]
+    verdict = only(judge(_with_uses(made.evidence(), *uses, groups=pairs)))
+    assert (verdict.kind, verdict.ranks) == ("link", (2, 6))
+    assert verdict.evidence["expected_from"] == "groups like it"
+
+    world = (("world", tuple(range(8))),)
+    one = Use(0, "all_reduce", ones, size, np.full(200, 60.0))
+    healthy = _with_uses(made.evidence(), one, groups=world)
+    assert only(judge(healthy)).kind == "healthy"  # it was never better
+    # 10 MB over 7/4: 17.5 MB in 60 ms are 292 MB/s
+    assert only(judge(dataclasses.replace(healthy, link_bytes_per_s=400e6))).kind == "healthy"
+    verdict = only(judge(dataclasses.replace(healthy, link_bytes_per_s=1200e6)))
+    assert verdict.kind == "link" and verdict.evidence["expected_from"] == "the link's rate"
+    verdict = only(judge(healthy, lambda operation, ranks, size: 20.0))
+    assert verdict.kind == "link" and verdict.evidence["expected_from"] == "links.json"
+    assert only(judge(healthy, lambda operation, ranks, size: 50.0)).kind == "healthy"
+    assert only(judge(healthy, lambda operation, ranks, size: None)).kind == "healthy"
+
+
+def test_a_rank_that_is_waited_for_is_not_the_link() -> None:
+    """B53: a collective is as long on the good side as on the bad; its transfer is not."""
+    made = quiet(size=4, nodes=2)
+    made.plant(slice(100, None), 2, ("backward", "running"), 150.0)
+    assert {verdict.kind for verdict in judge(made.evidence(True))} == {"rank"}
+
+
+# --- odd runs ----------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_has_nobody_to_be_held_against() -> None:
+    rows = [line(step, [{"forward/running": 100.0}]) for step in range(1, 31)]
+    verdict = only(judge(from_lines(rows, facts(1))))
+    assert verdict.kind == "healthy" and "one rank" in verdict.sentence
+
+
+def test_steps_without_time_are_no_reason_to_fail() -> None:
+    rows = [line(step, [{}, {}]) for step in range(1, 31)]
+    assert only(judge(from_lines(rows, facts(2)))).kind == "healthy"
+
+
+@pytest.mark.parametrize("steps", [8, 9, 15, 24])
+def test_short_runs_are_judged(steps: int) -> None:
+    made = quiet(steps=steps, size=2)
+    made.plant(slice(None), 1, ("forward", "blocked"), 150.0)
+    verdict = only(judge(made.evidence()))
+    assert (verdict.kind, verdict.ranks, verdict.phase) == ("rank", (1,), "forward")
+
+
+def test_without_collectives_what_runs_is_compared() -> None:
+    made = quiet(size=2, steps=60)
+    made.plant(slice(None), 1, ("forward", "running"), 100.0)
+    evidence = made.evidence()
+    first = PHASES.index("backward") * 5
+    evidence.cells_ms[:, :, first + 4] += evidence.cells_ms[:, :, first + 3]
+    evidence.cells_ms[:, :, first + 3] = 0
+    verdict = only(judge(dataclasses.replace(evidence, collectives_known=False)))
+    assert (verdict.kind, verdict.ranks, verdict.phase) == ("rank", (1,), "forward")
