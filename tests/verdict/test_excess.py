@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bireme.verdict.excess import is_ramp, median_of_others, noise_ms, stretches, window_length, windows
+from bireme.verdict.evidence import median_of_others
+from bireme.verdict.excess import is_ramp, noise_ms, stretches, window_length, windows
 
 
 @given(st.integers(2, 9), st.integers(1, 6), st.integers(0, 2**32 - 1), st.booleans())

@@ -7,7 +7,7 @@ import numpy as np
 from bireme.text import rank_list
 from bireme.verdict.causes import cause_of
 from bireme.verdict.evidence import Array, Evidence
-from bireme.verdict.excess import FEW_RANKS, Stretch, is_ramp, noise_ms, peers_ms, stretches
+from bireme.verdict.excess import FEW_RANKS, Stretch, is_ramp, noise_ms, stretches
 from bireme.verdict.kinds import CAUSED, DRIFT, EFFECT, NODE, RANK, Verdict
 from bireme.verdict.worth import caused_ms, saved_ms, share, what_if
 
@@ -24,8 +24,7 @@ def persistent(evidence: Evidence, turns: bool) -> list[Verdict]:
     if len(evidence.ranks) < 2:
         return []
     hits = {"hits": _STRICT_HITS} if turns else {}
-    peers = peers_ms(evidence)
-    excess = evidence.own_ms - peers
+    peers, excess = evidence.peers_ms, evidence.excess_ms
     noise = noise_ms(excess, evidence.own_ms if len(evidence.ranks) <= FEW_RANKS else None)
     found = stretches(excess, evidence.step_ms, noise, **hits)
     nodes = _nodes(evidence, hits)

@@ -69,6 +69,25 @@ class Evidence:
         return self._sum(RUNNING) + self._sum(RUNNABLE)
 
     @cached_property
+    def peers_ms(self) -> Array:
+        """(T, R) the median self time of each rank's peers: the others of its role; its own where it has none."""
+        return self.median_of_peers(self.own_ms)
+
+    @cached_property
+    def excess_ms(self) -> Array:
+        """(T, R) by how much a rank's self time exceeds its peers'."""
+        return self.own_ms - self.peers_ms
+
+    def median_of_peers(self, values: Array) -> Array:
+        """(T, R) the median of (T, R) `values` over each rank's peers."""
+        result = values.copy()
+        for role in np.unique(self.role_of):
+            columns = np.flatnonzero(self.role_of == role)
+            if len(columns) > 1:
+                result[:, columns] = median_of_others(values[:, columns])
+        return result
+
+    @cached_property
     def wait_ms(self) -> Array:
         return self._sum(WAIT)
 
@@ -97,6 +116,24 @@ class Evidence:
     def own_cells(self) -> list[int]:
         """Which cells are self time."""
         return _OWN if self.collectives_known else [cell for cell in _OWN if cell % len(STATES) != BLOCKED]
+
+
+def median_of_others(own_ms: Array) -> Array:
+    """(T, n) -> (T, n): for every column the median of all other columns. n is at least 2."""
+    n = own_ms.shape[1]
+    order = np.argsort(own_ms, axis=1, kind="stable")
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.arange(n)[None, :], axis=1)
+    ordered = np.take_along_axis(own_ms, order, axis=1)
+
+    def without_itself(k: int) -> Array:
+        """The k-th smallest of the others."""
+        return np.where(place > k, ordered[:, k : k + 1], ordered[:, k + 1 : k + 2])
+
+    others = n - 1
+    if others % 2:
+        return without_itself(others // 2)
+    return (without_itself(others // 2 - 1) + without_itself(others // 2)) / 2
 
 
 def from_lines(

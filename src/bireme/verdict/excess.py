@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.verdict.evidence import Array, Evidence
+from bireme.verdict.evidence import Array
 from bireme.verdict.kinds import EFFECT, NOISES
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median / that of a mean, for normal noise
@@ -19,35 +19,6 @@ _CLEARLY = 6.0  # times the remaining variance, by which a ramp must explain mor
 FEW_RANKS = 3  # of which one that takes turns with the others is slow in many steps
 _LEAST_STEPS = 10  # that an excess has to persist
 _HITS = 0.55  # of the steps of a stretch must show the excess
-
-
-def median_of_others(own_ms: Array) -> Array:
-    """(T, n) -> (T, n): for every column the median of all other columns. n is at least 2."""
-    n = own_ms.shape[1]
-    order = np.argsort(own_ms, axis=1, kind="stable")
-    place = np.empty_like(order)
-    np.put_along_axis(place, order, np.arange(n)[None, :], axis=1)
-    ordered = np.take_along_axis(own_ms, order, axis=1)
-
-    def without_itself(k: int) -> Array:
-        """The k-th smallest of the others."""
-        return np.where(place > k, ordered[:, k : k + 1], ordered[:, k + 1 : k + 2])
-
-    others = n - 1
-    if others % 2:
-        return without_itself(others // 2)
-    return (without_itself(others // 2 - 1) + without_itself(others // 2)) / 2
-
-
-def peers_ms(evidence: Evidence, own_ms: Array | None = None) -> Array:
-    """(T, R) the median self time of each rank's peers: the others of its role; its own where it has none."""
-    own_ms = evidence.own_ms if own_ms is None else own_ms
-    result = own_ms.copy()
-    for role in np.unique(evidence.role_of):
-        columns = np.flatnonzero(evidence.role_of == role)
-        if len(columns) > 1:
-            result[:, columns] = median_of_others(own_ms[:, columns])
-    return result
 
 
 def noise_ms(series_ms: Array, own_ms: Array | None = None) -> float:

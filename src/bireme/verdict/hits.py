@@ -12,7 +12,7 @@ from bireme.ledger import PHASES, STATES
 from bireme.text import name_ranks
 from bireme.verdict.causes import GARBAGE, cause_of, name_cell
 from bireme.verdict.evidence import Array, Evidence
-from bireme.verdict.excess import FEW_RANKS, noise_ms, peers_ms
+from bireme.verdict.excess import FEW_RANKS, noise_ms
 from bireme.verdict.kinds import CAUSED, DATA, EFFECT, ONE_OFF, RANK, Verdict
 from bireme.verdict.worth import caused_ms, saved_ms, share, what_if
 
@@ -82,8 +82,7 @@ def single_steps(evidence: Evidence, explained: Sequence[Verdict]) -> tuple[list
     """Verdicts from steps that no persistent verdict explains, and whether ranks take turns."""
     if len(evidence.ranks) < 2:
         return _common_one_offs(evidence, set()), False
-    peers = peers_ms(evidence)
-    excess = evidence.own_ms - peers
+    peers, excess = evidence.peers_ms, evidence.excess_ms.copy()
     for verdict in explained:  # what is left of a rank that is slow all the time
         inside = np.flatnonzero((evidence.steps >= verdict.first_step) & (evidence.steps <= verdict.last_step))
         for column in evidence.columns(verdict.ranks):
@@ -115,8 +114,7 @@ def _level(series: Array) -> Array:
 def takes_turns_in(evidence: Evidence) -> bool:
     if len(evidence.ranks) < 2:
         return False
-    excess = evidence.own_ms - peers_ms(evidence)
-    return takes_turns(find_hits(evidence, excess, turns=True), len(evidence.ranks))
+    return takes_turns(find_hits(evidence, evidence.excess_ms, turns=True), len(evidence.ranks))
 
 
 def period_of(places: NDArray[np.int64]) -> tuple[int, float] | None:
@@ -140,7 +138,7 @@ def period_of(places: NDArray[np.int64]) -> tuple[int, float] | None:
 def _garbage(evidence: Evidence, hits: Hits, peers: Array, excess: Array) -> list[Verdict]:
     """Pauses for garbage collection on one rank or on several, at different steps."""
     columns = np.arange(len(evidence.ranks))
-    over = evidence.gc_ms - peers_ms(evidence, evidence.gc_ms)
+    over = evidence.gc_ms - evidence.median_of_peers(evidence.gc_ms)
     paused = (over >= 0.5 * np.maximum(excess, 1e-9)) & (excess >= EFFECT * evidence.typical_ms)
     guilty = columns[paused.sum(axis=0) >= _LEAST_PERIODIC]
     if not len(guilty):
@@ -240,7 +238,7 @@ def _again_and_again(evidence: Evidence, hits: Hits, peers: Array) -> list[Verdi
         average[mine, 0] = peers[mine, column]
         saved = saved_ms(evidence, [column], average, slice(0, len(evidence.steps)))
         excess_ms = float(np.median(hits.excess_ms[mine]))
-        caused = caused_ms(evidence, [column], evidence.own_ms[:, column] - peers[:, column], mine)
+        caused = caused_ms(evidence, [column], evidence.excess_ms[:, column], mine)
         if share(evidence, saved) < CAUSED or caused * number < CAUSED * float(evidence.step_ms.sum()):
             continue
         cause = cause_of(evidence, [column], mine, excess_ms)

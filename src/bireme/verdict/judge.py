@@ -6,7 +6,7 @@ import numpy as np
 
 from bireme.verdict.culprits import persistent
 from bireme.verdict.evidence import Evidence
-from bireme.verdict.excess import noise_ms, peers_ms
+from bireme.verdict.excess import noise_ms
 from bireme.verdict.hits import single_steps, takes_turns_in
 from bireme.verdict.kinds import EFFECT, HEALTHY, ONE_OFF, Verdict
 from bireme.verdict.links import Expected, link_verdicts
@@ -61,7 +61,7 @@ def _healthy(evidence: Evidence) -> Verdict:
     if len(evidence.ranks) < 2:
         sentence = f"healthy: one rank, nothing to compare it with (steps {first} to {last})"
         return Verdict(HEALTHY, first_step=first, last_step=last, confidence=1.0, sentence=sentence)
-    excess = evidence.own_ms - peers_ms(evidence)
+    excess = evidence.excess_ms
     medians = np.median(excess, axis=0)
     worst = int(np.argmax(medians))
     noise = noise_ms(excess, evidence.own_ms)
