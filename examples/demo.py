@@ -78,6 +78,16 @@ def show_nodes(title: str, run: Run) -> dict[str, Any]:
     return summary
 
 
+def verdict_on(summary: dict[str, Any]) -> str:
+    """What `bireme report` says of the run, and what it takes the cure to be worth."""
+    if not summary["verdicts"]:
+        return f"No verdict: {summary['verdicts_reason']}."
+    verdict = summary["verdicts"][0]
+    worth = verdict["what_if"]
+    predicted = f"; cured, a step would take {worth['step_ms']:.0f} ms" if worth else ""
+    return f"The verdict: {verdict['sentence']}{predicted}."
+
+
 def exposed_ms(summary: dict[str, Any]) -> float:
     return float(summary["communication_ms"]["transfer"] + summary["communication_ms"]["wait"])
 
@@ -114,7 +124,7 @@ def main() -> None:
         f"({percent(fast['communication_share'])})."
         f"\n2. With node1 {DELAY_MS} ms late a step takes {slow_ms:.0f} ms: rank 0 on node0 waits {waits[0]:.0f} ms a "
         f"step for rank 1 on node1, which waits {waits[1]:.0f} ms and was itself held up in {phase}/blocked for "
-        f"{cells['blocked']:.0f} ms; without the delay a step took {fast_ms:.0f} ms."
+        f"{cells['blocked']:.0f} ms. {verdict_on(slow)} Without the delay a step took {fast_ms:.0f} ms."
     )
     if shaped:
         narrow_ms = narrow["step_ms"]["median"]

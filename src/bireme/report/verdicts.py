@@ -65,9 +65,8 @@ def _below(verdict: dict[str, Any]) -> list[str]:
     worth = verdict["what_if"]
     if worth is not None and verdict["kind"] != ONE_OFF:
         rate = worth["tokens_per_s_global"]
-        text = (
-            f"worth: {100 * verdict['share']:.3g} % of the time; without it a step would take {worth['step_ms']:.4g} ms"
-        )
+        share, step_ms = f"{100 * verdict['share']:.3g}", f"{worth['step_ms']:.4g}"
+        text = f"worth: {share} % of the time; a step would take {step_ms} ms without it"
         lines.append(text + (f", {rate:,.0f} tokens/s (global)" if rate is not None else ""))
     lines.append(f"evidence: {_evidence(verdict)}")
     if verdict["advice"]:
