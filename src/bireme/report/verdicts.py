@@ -96,7 +96,7 @@ _WORDS = {
 
 def _evidence(verdict: dict[str, Any]) -> str:
     known = [
-        words.format(verdict["evidence"][name])
+        words.format(f"{value:g}" if isinstance(value := verdict["evidence"][name], float) else value)
         for name, words in _WORDS.items()
         if verdict["evidence"].get(name) not in (None, "", [])
     ]
