@@ -4,7 +4,7 @@ A step is simulated: every rank takes its own time (base x noise, plus what is p
 and transfer. Nothing here knows how verdicts are reached.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,12 @@ class Truth:
     first_step: int = 1
     size: int = 0
     garbage: bool = False
+    clean_ms: float = 0.0  # the mean step without it
+
+    @property
+    def alarm(self) -> bool:
+        """Whether somebody is to be blamed."""
+        return not {"healthy", "one_off"} & set(self.kinds)
 
 
 @dataclass
@@ -126,8 +132,8 @@ class Made:
 
     @property
     def healthy_ms(self) -> float:
-        """The median step, as long as nothing is planted."""
-        return float(np.median(self.cells.sum(axis=2).max(axis=1) + self.transfer_ms))
+        """The mean step, as long as nothing is planted."""
+        return float((self.cells.sum(axis=2).max(axis=1) + self.transfer_ms).mean())
 
 
 def make(kind: str, seed: int, effect: float | None = None, noise: float | None = None) -> tuple[Evidence, Truth]:
@@ -140,8 +146,9 @@ def make(kind: str, seed: int, effect: float | None = None, noise: float | None 
     nodes = int(rng.choice([1, 2, 4])) if kind != "node" else int(rng.choice([2, 4, 8]))
     stages = int(rng.choice([2, 4])) if kind == "stage" or (kind == "rank" and rng.random() < 0.25) else 1
     made = Made(steps, size, rng, noise, skewed=bool(rng.random() < 0.4), nodes=nodes, stages=stages)
-    ms = effect * made.healthy_ms
-    return _KINDS[kind](made, rng, ms, Truth(kind, (kind,), effect=effect, noise=noise, size=size))
+    clean_ms = made.healthy_ms
+    truth = Truth(kind, (kind,), effect=effect, noise=noise, size=size, clean_ms=clean_ms)
+    return _KINDS[kind](made, rng, effect * clean_ms, truth)
 
 
 def _spread(rng: np.random.Generator, ms: float, shape: Any, noise: float) -> Array:
@@ -149,20 +156,14 @@ def _spread(rng: np.random.Generator, ms: float, shape: Any, noise: float) -> Ar
     return np.asarray(np.maximum(ms * (1 + noise * rng.standard_normal(shape)), 0.0))
 
 
-def _with(truth: Truth, **fields: Any) -> Truth:
-    from dataclasses import replace
-
-    return replace(truth, **fields)
-
-
 def _healthy(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
-    return made.evidence(True), _with(truth, kinds=("healthy", "one_off"), effect=0.0)
+    return made.evidence(True), replace(truth, kinds=("healthy", "one_off"), effect=0.0)
 
 
 def _tiny(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
     """One rank takes twice as long in a phase that takes 1 ms."""
     made.plant(slice(None), int(rng.integers(made.size)), ("input", "running"), 0.005 * made.step_ms)
-    return made.evidence(True), _with(truth, kinds=("healthy", "one_off"), effect=0.0)
+    return made.evidence(True), replace(truth, kinds=("healthy", "one_off"), effect=0.0)
 
 
 def _rank(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -170,7 +171,7 @@ def _rank(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tupl
     first = 0 if rng.random() < 0.5 else int(rng.integers(0, made.steps // 2))
     rows = np.arange(first, made.steps)
     made.plant(rows, rank, where, _spread(rng, ms, len(rows), truth.noise))
-    return made.evidence(True), _with(truth, kinds=("rank",), ranks=(rank,), cells=(where,), first_step=first + 1)
+    return made.evidence(True), replace(truth, kinds=("rank",), ranks=(rank,), cells=(where,), first_step=first + 1)
 
 
 def _every(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -178,7 +179,7 @@ def _every(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tup
     rank, where, k = int(rng.integers(made.size)), RANK_CELLS[rng.integers(len(RANK_CELLS))], int(rng.integers(2, 9))
     rows = np.arange(int(rng.integers(k)), made.steps, k)
     made.plant(rows, rank, where, _spread(rng, k * ms, len(rows), truth.noise))
-    return made.evidence(True), _with(truth, kinds=("rank",), ranks=(rank,), cells=(where,))
+    return made.evidence(True), replace(truth, kinds=("rank",), ranks=(rank,), cells=(where,))
 
 
 def _garbage(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -189,7 +190,7 @@ def _garbage(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> t
     pause = _spread(rng, k * ms, len(rows), truth.noise)
     made.plant(rows, rank, where, pause)
     made.gc_ms[rows, rank] += pause
-    return made.evidence(True), _with(truth, kinds=("rank",), ranks=(rank,), cells=(where,), garbage=True)
+    return made.evidence(True), replace(truth, kinds=("rank",), ranks=(rank,), cells=(where,), garbage=True)
 
 
 def _node(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -199,7 +200,7 @@ def _node(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tupl
     where = RANK_CELLS[rng.integers(len(RANK_CELLS))]
     made.plant(slice(None), ranks, where, _spread(rng, ms, (made.steps, len(ranks)), truth.noise))
     kinds = ("node",) if len(ranks) > 1 else ("rank", "node")
-    return made.evidence(True), _with(truth, kinds=kinds, ranks=tuple(int(rank) for rank in ranks), cells=(where,))
+    return made.evidence(True), replace(truth, kinds=kinds, ranks=tuple(int(rank) for rank in ranks), cells=(where,))
 
 
 def _stage(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -209,17 +210,20 @@ def _stage(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tup
     for where, part in ((("forward", "running"), 0.35), (("backward", "running"), 0.65)):
         made.plant(slice(None), ranks, where, _spread(rng, part * ms, (made.steps, len(ranks)), truth.noise))
     cells = (("backward", "running"),)
-    return made.evidence(), _with(
+    return made.evidence(), replace(
         truth, kinds=("stage_imbalance",), ranks=tuple(int(rank) for rank in ranks), cells=cells
     )
 
 
 def _imbalance(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
     """Another rank each step, in a random order, every rank as often."""
-    ms = max(ms, 0.3 * made.healthy_ms)
+    effect = max(truth.effect, 0.3)
+    ms = effect * truth.clean_ms
     order = np.concatenate([rng.permutation(made.size) for _ in range(made.steps // made.size + 1)])[: made.steps]
     made.plant(np.arange(made.steps), order, ("forward", "running"), _spread(rng, ms, made.steps, truth.noise))
-    return made.evidence(True), _with(truth, kinds=("data_imbalance",), cells=(("forward", "running"),), effect=0.3)
+    return made.evidence(True), replace(
+        truth, kinds=("data_imbalance",), cells=(("forward", "running"),), effect=effect
+    )
 
 
 def _drift(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
@@ -229,15 +233,15 @@ def _drift(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tup
     ramp = 2 * ms * np.linspace(0, 1, len(rows))
     where = ("backward", "running")
     made.plant(rows, rank, where, np.maximum(ramp * (1 + truth.noise * rng.standard_normal(len(rows))), 0.0))
-    return made.evidence(True), _with(truth, kinds=("drift",), ranks=(rank,), cells=(where,), first_step=first + 1)
+    return made.evidence(True), replace(truth, kinds=("drift",), ranks=(rank,), cells=(where,), first_step=first + 1)
 
 
 def _spike(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tuple[Evidence, Truth]:
     """Once, for ten steps' time."""
     rank, row = int(rng.integers(made.size)), int(rng.integers(made.steps))
     where = RANK_CELLS[rng.integers(len(RANK_CELLS))]
-    made.plant(row, rank, where, 10 * made.healthy_ms)
-    return made.evidence(True), _with(
+    made.plant(row, rank, where, 10 * truth.clean_ms)
+    return made.evidence(True), replace(
         truth, kinds=("one_off",), ranks=(rank,), cells=(where,), first_step=row + 1, effect=10.0
     )
 
@@ -246,7 +250,7 @@ def _link(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tupl
     """Transfer takes longer from some step on, for everybody."""
     first = int(rng.integers(made.steps // 4, made.steps // 2))
     made.transfer_ms[first:] += ms
-    return made.evidence(True), _with(
+    return made.evidence(True), replace(
         truth, kinds=("link",), ranks=tuple(range(made.size)), first_step=first + 1, cells=(("backward", "transfer"),)
     )
 
@@ -257,7 +261,7 @@ def _input(made: Made, rng: np.random.Generator, ms: float, truth: Truth) -> tup
     rows = np.arange(int(rng.integers(k)), made.steps, k)
     pause = _spread(rng, k * ms, (len(rows), made.size), truth.noise / 2)
     made.cells[rows, :, cell("input", "blocked")] += pause
-    return made.evidence(True), _with(
+    return made.evidence(True), replace(
         truth, kinds=("rank",), ranks=tuple(range(made.size)), cells=(("input", "blocked"),)
     )
 

@@ -57,7 +57,7 @@ def test_lack_of_memory_is_said(
     else:
         monkeypatch.setattr(neighbours, "_cgroup_events", lambda: [counter])
     known = Neighbours(ranks(("a", os.getpid()), ("a", process.pid)), 0)
-    before = neighbours._out_of_memory_kills()
+    before = neighbours.out_of_memory_kills()
     process.kill()
     process.wait()
     counter.write_text(f"nr_free_pages 10\noom_kill {max(before, 4) + 1}\n")

@@ -122,7 +122,7 @@ def _new_network() -> None:
 # --- links --------------------------------------------------------------------------------------------------------
 
 
-def _shape(interface: str, bits_per_s: int | None, delay_s: float) -> None:
+def shape(interface: str, bits_per_s: int | None, delay_s: float) -> None:
     """Limits what leaves through an interface; None: no limit."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
@@ -206,7 +206,7 @@ def _plug_in(number: int, holder: int, plan: dict[str, Any]) -> None:
         route.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_pid": holder})
         index = route.link_lookup(ifname=port)[0]
         route.link("set", index=index, master=route.link_lookup(ifname="switch")[0], state="up")
-    _shape(port, plan["bits_per_s"], 0.0)
+    shape(port, plan["bits_per_s"], 0.0)
 
 
 def _serve_switch(request: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ def _serve_switch(request: dict[str, Any]) -> None:
 
     port = f"port{request['node']}"
     if request["do"] == "shape":
-        _shape(port, request["bits_per_s"], 0.0)
+        shape(port, request["bits_per_s"], 0.0)
     else:
         with IPRoute() as route:
             route.link("set", index=route.link_lookup(ifname=port)[0], state=request["do"])  # "up" or "down"
@@ -337,7 +337,7 @@ def _make_machine(plan: dict[str, Any], node: dict[str, Any]) -> None:
             if name == INTERFACE:
                 route.addr("add", index=index, address=node["address"], prefixlen=PREFIX_LENGTH)
             route.link("set", index=index, state="up")
-    _shape(INTERFACE, plan["bits_per_s"], plan["delay_s"])
+    shape(INTERFACE, plan["bits_per_s"], plan["delay_s"])
 
 
 class _Commands:
@@ -382,7 +382,7 @@ class _Commands:
         elif request["do"] == "signal all":
             self.signal_all(request["signal"])
         elif request["do"] == "shape":
-            _shape(INTERFACE, request["bits_per_s"], request["delay_s"])
+            shape(INTERFACE, request["bits_per_s"], request["delay_s"])
         return None
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:

@@ -19,7 +19,7 @@ class Neighbours:
         self._started = {
             (each["rank"], each["pid"]): started for each in others if (started := _start_time(each["pid"])) is not None
         }
-        self._out_of_memory = _out_of_memory_kills()
+        self._out_of_memory = out_of_memory_kills()
 
     def gone(self) -> str | None:
         """``rank 1 on node0 (pid 4242) is gone``, with the likely cause; None when all of them are there."""
@@ -33,7 +33,7 @@ class Neighbours:
             return None
         named = ", ".join(f"rank {rank} on {self._node} (pid {pid})" for rank, pid in lost)
         text = f"{named} {'is' if len(lost) == 1 else 'are'} gone"
-        killed = _out_of_memory_kills() - self._out_of_memory
+        killed = out_of_memory_kills() - self._out_of_memory
         if killed > 0:
             text += (
                 f", probably killed for lack of memory: the kernel has killed {killed} process"
@@ -52,7 +52,7 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
-def _out_of_memory_kills() -> int:
+def out_of_memory_kills() -> int:
     """Processes that were killed for lack of memory, on this machine or within this cgroup's limit."""
     return max(_counter(_PROC / "vmstat", "oom_kill"), *(_counter(path, "oom_kill") for path in _cgroup_events()))
 

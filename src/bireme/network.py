@@ -1,8 +1,10 @@
 """What this machine's network looks like: addresses, interfaces, ports, and which interface a job should use."""
 
 import ipaddress
+import platform
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -91,6 +93,24 @@ def local_address_towards(address: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def boot_id() -> str:
+    """The same for whatever runs on one machine until it restarts."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def network_stack() -> str:
+    """The same for processes that reach each other over loopback. Containers and emulated nodes of one machine share
+    its boot, but not its network."""
+    try:
+        namespace = str(Path("/proc/self/ns/net").stat().st_ino)
+    except OSError:
+        namespace = ""
+    return "/".join((boot_id(), socket.gethostname(), namespace))
 
 
 # --- interfaces --------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from bireme.observe.monitor import Monitor
 from bireme.preemption import CommonStop
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import REQUEUE, Interrupted, StopRequest
-from bireme.text import count
+from bireme.text import count, name_ranks
 from bireme.trainer import Trainer
 from bireme.world import World, join, peer_lost_in_one_line
 
@@ -118,6 +118,10 @@ def train(
             rank_log = stack.enter_context(RankLog(world.rank, console))
         trainer, checked = _made(config, world, resume)
         stack.callback(trainer.loader.close)
+        stack.callback(trainer.injector.close)
+        if trainer.injections:  # of all ranks
+            with world.together():
+                trainer.injector.prepare()
         peak = peak_of(config, world)
         facts = describe(trainer, peak) | {"start_up_checks": checked.as_dict() if checked else None}
         printer: StepPrinter | None = None
@@ -129,6 +133,9 @@ def train(
             for line in lines:
                 if printer is not None:
                     printer.show(line)
+            for event in events:
+                if event["event"] == "verdict":
+                    rank_log.show_verdict(event)
 
         request = stack.enter_context(StopRequest((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
         stop = CommonStop(request, world.size)
@@ -148,6 +155,8 @@ def train(
             device=world.device.type,
             first_step=trainer.first_step,
             resume=resume is not None and resume.run is not None,
+            stall_after_s=config.stall_after,
+            abort_after_s=config.abort_after,
         )
         request.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
         with monitor:
@@ -170,6 +179,7 @@ def train(
                 before_commit=lambda step: _record_first(monitor, step),
                 note=_Note(monitor),
                 resumed_after=resume.step if resume is not None and resume.run is not None else None,
+                before_write=trainer.injector.before_write,
             )
 
             if trainer.silence_limit_s is not None:
@@ -177,18 +187,20 @@ def train(
                 stop.set_timeout(trainer.silence_limit_s)
                 for group in process_groups():
                     set_group_timeout(trainer.silence_limit_s, group)
-            if trainer.straggler is not None:
-                monitor.event("injection", **trainer.straggler.truth())
+            for planted in trainer.planted:
+                monitor.event("injection", **planted)
             try:
-                with peer_lost_in_one_line(world, request.check):
+                with peer_lost_in_one_line(world, request.check), trainer.collection:
                     loop(trainer, monitor, stop, saver)
                     request.finishing()
                     stop.close()
             except BaseException as error:
+                monitor.failing(error)
                 if type(error) is not KeyboardInterrupt:  # a second Ctrl-C waits for nothing
                     saver.wait(_SAVE_WITHIN_S)  # what is nearly written may be what the run goes on from
                 raise
-            saver.wait()
+            with monitor.phase("checkpoint"):
+                saver.wait()
         # After the last exchange: nobody waits for a slow disk, and nothing is measured any more.
         weights = trainer.parallel.whole_weights()
         if world.rank == 0:
@@ -232,6 +244,9 @@ def _announce(trainer: Trainer, facts: dict[str, Any], directory: Path, checked:
         log.info("%s", checked)
     for line in where_groups_are(trainer, facts):
         log.info("%s", line)
+    for each in trainer.injections:
+        over = "; its steps are over" if each.ends_before(trainer.first_step) else ""
+        log.info("planted: %s (%s)%s", each.text, name_ranks(each.ranks), over)
 
 
 def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> None:
@@ -241,6 +256,8 @@ def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> 
     share_of_batch = config.global_batch_size // trainer.layout.data_parallel_size
     tokens_per_rank = share_of_batch * trainer.length if trainer.parallel.mesh.counts_tokens else 0
     for number in range(trainer.first_step, config.steps + 1):
+        if trainer.injector.leaves(number):
+            break
         began = time.monotonic()
         if asked := stop.poll():
             raise _stopped(trainer, monitor, stop, saver, number - 1, asked)
@@ -251,15 +268,17 @@ def loop(trainer: Trainer, monitor: Monitor, stop: CommonStop, saver: Saver) -> 
                 check_replicas(trainer.parallel, trainer.world.device, f"after step {number}")
             if config.evaluate_every and number % config.evaluate_every == 0:
                 step.skip("evaluation")
-                loss = trainer.evaluate(stop.poll)
+                loss = trainer.evaluate(stop.poll, monitor.alive)
                 if loss is not None:
                     step.record(evaluation_loss=loss)
                     monitor.event("evaluation", step=number, loss=loss)
             if config.checkpoint_every and (number % config.checkpoint_every == 0 or number == config.steps):
                 # It may have to wait for a slow disk.
                 with monitor.phase("checkpoint"), stop.patiently():
+                    trainer.injector.enter("checkpoint")
                     saver.save(number, trainer.state(), trainer.manifest(number))
                 monitor.hand_over(number)
+            trainer.collection.after(number)
         stop.step_s = time.monotonic() - began
 
 
@@ -268,7 +287,8 @@ def _stopped(
 ) -> Stopped:
     """Saves the step that all ranks have just made, where it is not saved, and says how the run ends."""
     stop.close()
-    last = saver.wait()
+    with monitor.phase("checkpoint"):
+        last = saver.wait()
     name = signal.Signals(signal_number).name
     if step < trainer.first_step:
         saved = trainer.resume is not None
@@ -276,8 +296,9 @@ def _stopped(
     else:
         if last is None or last.step != step or last.problem is not None:
             monitor.hand_over(step)
-            saver.save(step, trainer.state(), trainer.manifest(step))
-            last = saver.wait()
+            with monitor.phase("checkpoint"):
+                saver.save(step, trainer.state(), trainer.manifest(step))
+                last = saver.wait()
         saved = last is not None and last.problem is None
         farewell = f"saved step {step}" if saved else f"step {step} is not saved: {last.problem if last else ''}"
     monitor.event("preempted", step=step, signal=name, saved=saved)

@@ -15,12 +15,15 @@ import bireme
 from bireme.checkpoint.resume import Resume, check_continues
 from bireme.checkpoint.state import restore_generators, tensors_to_load, tensors_to_save
 from bireme.checkpoint.tensors import SaveError, load
+from bireme.collection import SameStepCollection
 from bireme.config import TrainConfig
 from bireme.data import Corpus, open_tokens, prepare, share
 from bireme.data.loader import Loader, Share
 from bireme.data.tokens import verify_tokens
+from bireme.environment import UNSHAPED
 from bireme.errors import UserError
-from bireme.inject import Injector, Straggler
+from bireme.inject import Injector, Setting, Straggler, parse, resolve
+from bireme.inject.injector import longest_delay_ms, slowed_link
 from bireme.layout import (
     Pipeline,
     arrange,
@@ -87,15 +90,43 @@ class Trainer:
                 "choose a smaller preset or smaller model fields"
             )
         self.straggler = Straggler.from_environment(os.environ, world.size)
-        self.injector = Injector(self.straggler, world.rank)
+        self.injections = resolve(parse(config.inject), self._setting(), self.straggler)
+        entries = self.accumulation * self.pipeline.stages_per_rank
+        self.injector = Injector(self.injections, self.straggler, world.rank, entries, world.device)
+        self.collection = SameStepCollection(config.gc_every, self.first_step - 1 + max(1, config.skip_steps))
         self.autocast: Any = nullcontext()
         if world.device.type == "cuda":
             self.autocast = torch.autocast("cuda", torch.bfloat16)
-        slowest_ms = max(self.straggler.delays_ms, default=0.0) if self.straggler else 0.0
-        self.silence_limit_s = silence_limit_s(os.environ, num_parameters(self.model_config), layout, slowest_ms)
+        slowest_ms = longest_delay_ms(self.injections, self.straggler)
+        self.silence_limit_s = silence_limit_s(
+            slowed_link(os.environ, self.injections), num_parameters(self.model_config), layout, slowest_ms
+        )
         # One rank a node reads the sources; the others find them prepared.
         if world.first_on_node:
             prepare(config.data)
+
+    def _setting(self) -> Setting:
+        """What planted slowness is held against."""
+        world, config = self.world, self.config
+        stages = [0] * world.size
+        for position, rank in enumerate(self.order):
+            stages[rank] = self.layout.coordinates(position)["pp"]
+        return Setting(
+            node_of=[str(each["node"]) for each in world.ranks],
+            steps=config.steps,
+            stage_of=stages,
+            checkpoint_every=config.checkpoint_every,
+            emulated=bool(os.environ.get("BIREME_NODE")) and os.environ.get("BIREME_LINK", UNSHAPED) != UNSHAPED,
+            cuda=world.device.type == "cuda",
+            cores_of=[each["cores"] for each in world.ranks],
+            place_of=[int(each["local_rank"]) for each in world.ranks],
+        )
+
+    @property
+    def planted(self) -> list[dict[str, Any]]:
+        """The truth about everything that is planted in this run, for its record."""
+        short = [self.straggler.truth()] if self.straggler is not None else []
+        return [*short, *(each.truth() for each in self.injections)]
 
     def load(self) -> None:
         """The corpus, on this rank alone: what is wrong here is wrong before any rank waits."""
@@ -168,6 +199,7 @@ class Trainer:
             ranks=self.layout.data_parallel_size,
             first_step=self.first_step,
             first_sample=self._first_sample,
+            before_read=self.injector.slow_reads,
         )
         self.loader = Loader(self.share, config.steps, config.workers)
 
@@ -218,16 +250,18 @@ class Trainer:
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
     def train_step(self, number: int, monitor: Monitor, step: Step) -> None:
-        self.injector.begin(number)
-        with monitor.phase("input"):
+        injector = self.injector
+        injector.begin(number)
+        phase_of = injector.phases(monitor.phase)
+        with phase_of("input"):
             batch = self.loader(number)
             micro_batches = [self._on_device(each) for each in batch.micro_batches]
-            self.injector.sleep("input")
+            injector.enter("input")
         if self.config.log_samples and self.parallel.mesh.counts_tokens:
             step.samples(self.parallel.mesh.data_parallel_rank, batch.ids)
-        losses = self.parallel.gradients(micro_batches, monitor.phase, lambda: self.injector.sleep("forward"))
-        with monitor.phase("optimizer"):
-            self.injector.sleep("optimizer")
+        losses = self.parallel.gradients(micro_batches, phase_of, lambda: injector.enter("forward"))
+        with phase_of("optimizer"):
+            injector.enter("optimizer")
             if self.config.gradient_clip_norm:
                 step.record(gradient_norm=self.parallel.clip(self.config.gradient_clip_norm))
             learning_rate = self.config.learning_rate(number)
@@ -241,11 +275,14 @@ class Trainer:
         step.record(learning_rate=learning_rate)
         if self.straggler is not None:
             step.record(injected_ms=self.straggler.delay_ms(number))
+        injector.enter("other")
 
     @torch.no_grad()
-    def evaluate(self, stopped: Callable[[], int] = lambda: 0) -> float | None:
+    def evaluate(
+        self, stopped: Callable[[], int] = lambda: 0, alive: Callable[[], None] = lambda: None
+    ) -> float | None:
         """Mean loss over the held-out samples, each counted once however many ranks there are; None when `stopped`,
-        which is asked on every rank equally often, said so before the end."""
+        which is asked on every rank equally often, said so before the end. `alive` is called with every batch."""
         samples = self.corpus.evaluation_samples(self.config.evaluation_samples)
         rank, ranks = self.parallel.mesh.data_parallel_rank, self.layout.data_parallel_size
         mine = samples[share(len(samples), rank, ranks)]
@@ -256,6 +293,7 @@ class Trainer:
         for first in range(0, len(ids), self.accumulation):  # no longer than a step without asking
             if stopped():
                 return None
+            alive()
             part = ids[first : first + self.accumulation]
             read = [self.corpus.batch(each if len(each) else samples[:1]) for each in part]
             batches = [self._on_device((torch.from_numpy(each[0]), torch.from_numpy(each[1]))) for each in read]

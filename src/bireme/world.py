@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from bireme.environment import Launch, forgotten_launcher
 from bireme.errors import SharedError, UserError
 from bireme.meeting import Meeting
 from bireme.neighbours import Neighbours
-from bireme.network import answers
+from bireme.network import answers, boot_id, network_stack
 from bireme.text import listed, name_ranks, printable
 
 log = logging.getLogger(__name__)
@@ -182,7 +181,7 @@ def join(device: str = "cpu") -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return here(launch.local_rank, chosen)
     meeting = Meeting(launch, timeout_s, f"process {os.getpid()} on node {node_name()}")
-    places = agree(meeting, node_name(), _network_stack()) if launch.size > 1 else []
+    places = agree(meeting, node_name(), network_stack()) if launch.size > 1 else []
     _init_process_group(backend, meeting, places)
     try:
         world = here(launch.local_rank, chosen, places[launch.rank] if places else None, _connect_s(meeting))
@@ -252,28 +251,11 @@ def node_name() -> str:
     return printable(os.environ.get("BIREME_NODE") or socket.gethostname())
 
 
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()
-
-
-def _network_stack() -> str:
-    """The same for processes that reach each other over loopback. Containers and emulated nodes of one machine share
-    its boot, but not its network."""
-    try:
-        namespace = str(Path("/proc/self/ns/net").stat().st_ino)
-    except OSError:
-        namespace = ""
-    return "/".join((_boot_id(), socket.gethostname(), namespace))
-
-
 def _identity(local_rank: int, device: torch.device, place: Place | None = None) -> dict[str, Any]:
     return {
         "node": node_name(),
         "host": socket.gethostname(),
-        "boot_id": _boot_id(),
+        "boot_id": boot_id(),
         "local_rank": local_rank,
         "pid": os.getpid(),
         "cores": usable_cores(),

@@ -134,3 +134,23 @@ def test_a_folder_that_cannot_be_written_is_refused(ranks: Ranks, tmp_path: Path
     (tmp_path / "file").touch()
     for said in ranks(2, unwritable, tmp_path / "file" / "run"):
         assert "cannot write to" in said and "Not a directory" in said
+
+
+def slow_on_rank_1(rank: int, size: int, folder: Path) -> list[list[float]]:
+    told: list[list[float]] = []
+    mine = Saver(
+        folder,
+        keep=3,
+        keep_every=0,
+        note=lambda event, **fields: told.append(fields["write_s"]),
+        before_write=lambda step: time.sleep(0.5 * rank),
+    )
+    mine.save(1, numbers(rank), FACTS)
+    mine.wait()
+    return told
+
+
+def test_whose_storage_is_slow_is_noted(ranks: Ranks, tmp_path: Path) -> None:
+    ((fast_s, slow_s),), nothing = ranks(2, slow_on_rank_1, tmp_path)
+    assert slow_s >= 0.5 and fast_s < slow_s  # though all ranks wait for it
+    assert nothing == []

@@ -42,9 +42,10 @@ class Saver:
     """Made by every rank at once; `save` and `wait` are called by all of them at the same steps, on one thread.
 
     checkpoints: the folder for them. keep: so many of the newest stay, and every step that `keep_every` divides (0:
-    none). before_commit(step): called on rank 0 before a checkpoint becomes one, so that the run's record is not behind
-    it. note(event, fields): told on rank 0 what to put into events.jsonl. resumed_after: the step that a run goes on
-    after; newer checkpoints are set aside.
+    none). before_write(step): called on every rank, in its thread, as it writes. before_commit(step): called on rank 0
+    before a checkpoint becomes one, so that the run's record is not behind it. note(event, fields): told on
+    rank 0 what to put into events.jsonl. resumed_after: the step that a run goes on after; newer checkpoints are set
+    aside.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Saver:
         before_commit: Callable[[int], None] = lambda step: None,
         note: Callable[..., None] = lambda event, **fields: None,
         resumed_after: int | None = None,
+        before_write: Callable[[int], None] = lambda step: None,
     ):
         self._checkpoints = checkpoints
         self._keep = keep
         self._keep_every = keep_every
+        self._before_write = before_write
         self._before_commit = before_commit
         self._note = note
         self.meet_within_s = MEET_WITHIN_S
@@ -110,11 +113,13 @@ class Saver:
         started = time.monotonic()
         partial = hidden_folder(self._checkpoints, step, self._tag, "partial")
         problem: str | None = None
-        size_bytes = 0
+        size_bytes, write_s = 0, 0.0
+        seconds_by_rank: list[float] = []
         try:
             self._meet(step)
             try:
-                written = save(self._copies, partial, self._group)
+                written = save(self._copies, partial, self._group, lambda: self._before_write(step))
+                write_s = written.write_s
                 if self._channel.rank == 0:
                     self._before_commit(step)
                     files = {file.name: {"bytes": file.size_bytes, "sha256": file.sha256} for file in written.files}
@@ -122,14 +127,15 @@ class Saver:
                     self._complete(partial, step, {**facts, "tensors": written.tensors, "files": files})
             except Exception as error:  # whatever it is: the others wait for this rank's word
                 problem = one_line(error)
-            problem = self._channel.all_gather(problem)[0]
+            said = self._channel.all_gather([problem, round(write_s, 3)])
+            problem, seconds_by_rank = said[0][0], [each[1] for each in said]
         except Exception as error:  # the thread's end is nobody's: what is wrong must be told
             problem = one_line(error)
         self._last = Saved(step, problem)
         if problem is not None:  # on every rank: nodes may not share the disk, against what was asked for
             shutil.rmtree(partial, ignore_errors=True)  # before it is noted: the record needs room, too
         if self._channel.rank == 0:
-            self._tell(step, problem, time.monotonic() - started, size_bytes)
+            self._tell(step, problem, time.monotonic() - started, size_bytes, seconds_by_rank)
 
     def _meet(self, step: int) -> None:
         """All ranks are about to save the same step. SaveError when one is not: nobody waits for it for long."""
@@ -162,9 +168,11 @@ class Saver:
         except Exception as error:
             log.warning("old checkpoints are not deleted: %s", one_line(error))
 
-    def _tell(self, step: int, problem: str | None, seconds: float, size_bytes: int) -> None:
+    def _tell(
+        self, step: int, problem: str | None, seconds: float, size_bytes: int, seconds_by_rank: list[float]
+    ) -> None:
         if problem is None:
-            self._note("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes)
+            self._note("checkpoint", step=step, seconds=round(seconds, 3), bytes=size_bytes, write_s=seconds_by_rank)
             return
         log.error("checkpoint of step %d failed: %s; training goes on", step, problem)
         self._note("checkpoint_failed", step=step, reason=problem)

@@ -7,7 +7,8 @@ the training thread stands still) and knows no checksums; its reader is used as 
 import os
 import shutil
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -52,11 +53,14 @@ class WrittenFile:
 class ShardWriter(StorageWriter):
     """Writes what the plan gives to each rank as one safetensors file in `folder`, synced and read back.
 
-    On rank 0 `files` and `tensors` (shape and type of every whole tensor) describe what all ranks wrote.
+    On rank 0 `files` and `tensors` (shape and type of every whole tensor) describe what all ranks wrote; `write_s` is
+    how long this rank's own writing took. before_write: called before it.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, before_write: Callable[[], None] = lambda: None):
         self.folder = folder
+        self._before_write = before_write
+        self.write_s = 0.0
         self.files: list[WrittenFile] = []
         self.tensors: dict[str, dict[str, Any]] = {}
 
@@ -86,6 +90,8 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
+        began = time.monotonic()
+        self._before_write()
         if plan.items:
             _make(self.folder)
             # Wide elements first: every tensor is then aligned.
@@ -94,6 +100,7 @@ class ShardWriter(StorageWriter):
             results = [
                 WriteResult(index=item.index, size_in_bytes=_item_bytes(item), storage_data=file) for item in items
             ]
+        self.write_s = time.monotonic() - began
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -171,10 +178,12 @@ class SaveError(Exception):
     """Why a checkpoint was not written, by rank."""
 
 
-def save(tensors: dict[str, Tensor], folder: Path, group: Any) -> ShardWriter:
+def save(
+    tensors: dict[str, Tensor], folder: Path, group: Any, before_write: Callable[[], None] = lambda: None
+) -> ShardWriter:
     """Writes the tensors of all ranks of `group` to `folder`, each part once; collective. Raises SaveError on every
     rank when one of them could not."""
-    writer = ShardWriter(folder)
+    writer = ShardWriter(folder, before_write)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ class Share(Dataset[Batch]):
     ranks: int
     first_step: int = 1
     first_sample: int = 0
+    before_read: Callable[[int], None] | None = None  # where reading the batch of a step is made slow; picklable
 
     def ids(self, step: int) -> Any:
         """(samples,) int64: this rank's part of the global batch, in order."""
@@ -59,6 +60,8 @@ class Share(Dataset[Batch]):
         return samples[rank_share(self.global_batch_size, self.rank, self.ranks)]
 
     def __getitem__(self, step: int) -> Batch:
+        if self.before_read is not None:
+            self.before_read(step)
         ids = self.ids(step)
         parts = [self.corpus.batch(each) for each in np.split(ids, self.micro_batches)]
         return Batch(ids.tolist(), [(torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in parts])

@@ -26,6 +26,7 @@ except ImportError:  # before torch 2.14
 
 from bireme.channel import SIDE_GROUP
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
+from bireme.observe.position import Position
 
 _HOOK_ID = 0x62697265  # "bire": hook ids are ints, and the user may have hooks of their own
 
@@ -45,6 +46,9 @@ OPERATIONS = {
     "GATHER": "gather",
     "SCATTER": "scatter",
 }
+
+OPERATION_NAMES = tuple(OPERATIONS.values())
+_NUMBER_OF = {operation: number for number, operation in enumerate(OPERATION_NAMES)}
 
 _OPERATION_OF = (
     {int(getattr(HookOpName, name)): operation for name, operation in OPERATIONS.items()}
@@ -76,11 +80,14 @@ class CollectiveObserver:
     """Collects a Span for each collective issued on `groups` ({index in the run's table: group}).
 
     Hook bodies never raise into the user's loop: the first error is kept in `failure` and observing goes quiet.
-    The training thread is the one that makes the observer; the monitor renews `step`.
+    The training thread is the one that makes the observer; the monitor renews `step`. `position` is told what is issued
+    and finished.
     """
 
-    def __init__(self, groups: dict[int, Any]):
+    def __init__(self, groups: dict[int, Any], position: Position | None = None):
         self.step = 1
+        self._position = position
+        self._blocked: Span | None = None  # what the training thread waits for in Python
         self.overhead_ns = 0  # spent in hook bodies on the training thread since the last `take`
         self.failure: str | None = None
         self._issued: list[Span] = []
@@ -122,6 +129,7 @@ class CollectiveObserver:
         note_issue = self._note_issue
         waited_for = self._waited_for
         outputs = self._outputs
+        position = self._position
 
         def before(args: Any) -> None:
             nonlocal sequence, open_span
@@ -151,6 +159,8 @@ class CollectiveObserver:
                 if note_issue is not None:
                     note_issue(open_span)
                 self._issued.append(open_span)
+                if position is not None and number >= 0:
+                    position.issued(index, number, _NUMBER_OF[operation], num_bytes)
                 if origin is IN_PLACE:
                     for tensor in args.output_tensors or args.input_tensors:  # an all-reduce fills its input
                         outputs[tensor.data_ptr()] = open_span
@@ -203,12 +213,15 @@ class CollectiveObserver:
         # Nothing below leads to the process group: were the last reference to it dropped there, on one of its own
         # threads, it would wait for that thread to end ("Resource deadlock avoided", and the process aborts).
         waited_for = self._waited_for
+        position = self._position
 
         def finished(_: Any) -> None:
             if span.finish_ns is None:
                 span.finish_ns = time.perf_counter_ns()
             if key is not None:
                 waited_for.pop(key, None)
+            if position is not None and span.sequence >= 0:
+                position.finished(span.group, span.sequence)
 
         future.add_done_callback(finished)
 
@@ -238,6 +251,37 @@ class CollectiveObserver:
         # The future's callback may come later than the waiting thread: the earlier of the two is the finish.
         if span.finish_ns is None or end_ns < span.finish_ns:
             span.finish_ns = end_ns
+
+    # --- for who asks where this rank is ---
+
+    def _blocks(self, span: Span | None) -> None:
+        if self._position is not None and span is not None:
+            self._blocked = span
+            try:
+                self._position.waits(_NUMBER_OF[span.operation], span.group, span.side)
+            except Exception as error:
+                self._fail(error)
+
+    def blocks(self, work: Any) -> None:
+        """The training thread begins to wait in Python for `work`."""
+        known = self._waited_for.get(id(work))
+        self._blocks(known[1] if known is not None else None)
+
+    def blocks_on_output(self, tensor: Any) -> None:
+        """The same for the functional collective that fills `tensor`."""
+        with suppress(RuntimeError):  # a tensor without memory
+            self._blocks(self._outputs.get(tensor.data_ptr()))
+
+    def goes_on(self) -> None:
+        """A wait has ended; not called after one that failed: there the rank stays, for whoever asks."""
+        span, self._blocked = self._blocked, None
+        if span is not None and self._position is not None:
+            self._position.no_wait()
+            if self.waits_to_the_end and span.sequence >= 0:
+                self._position.finished(span.group, span.sequence)
+
+    # On a GPU a wait ends when the work is queued.
+    waits_to_the_end = True
 
 
 def _whole_bytes(operation: str, in_bytes: int, outputs: list[Any], size: int) -> int:
@@ -283,9 +327,12 @@ def _observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
     observer = _observers.get(threading.get_ident())
     if observer is None:
         return _original_wait(work, *args, **kwargs)
+    observer.blocks(work)
     start = observer.wait_begins()
     try:
-        return _original_wait(work, *args, **kwargs)
+        answer = _original_wait(work, *args, **kwargs)
+        observer.goes_on()
+        return answer
     finally:
         observer.waited(work, start)
 
@@ -296,9 +343,12 @@ def _observed_wait_tensor(tensor: Any) -> Any:
     observer = _observers.get(threading.get_ident())
     if observer is None:
         return _original_wait_tensor(tensor)
+    observer.blocks_on_output(tensor)
     start = observer.wait_begins()
     try:
-        return _original_wait_tensor(tensor)
+        answer = _original_wait_tensor(tensor)
+        observer.goes_on()
+        return answer
     finally:
         observer.waited_for_output(tensor, start)
 

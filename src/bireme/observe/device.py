@@ -13,6 +13,7 @@ import torch
 from bireme.ledger import Segment, Span
 from bireme.observe.collectives import CollectiveObserver, unobserved_wait
 from bireme.observe.phases import Observation
+from bireme.observe.position import Position
 
 _POLL_S = 0.001
 _LATE_S = 600.0  # the host may be far ahead of the device
@@ -78,10 +79,12 @@ class DeviceCollectiveObserver(CollectiveObserver):
     NCCL's futures are done when the work is enqueued, so the finish is an event on a side stream that waits for it.
     """
 
-    def __init__(self, groups: dict[int, Any]):
+    def __init__(self, groups: dict[int, Any], position: Position | None = None):
         self._side = torch.cuda.Stream()
         self._events: dict[int, tuple[Any, list[Any], list[tuple[Any, Any]]]] = {}
-        super().__init__(groups)
+        super().__init__(groups, position)
+
+    waits_to_the_end = False
 
     wait_begins = staticmethod(_event)
 
@@ -104,3 +107,5 @@ class DeviceCollectiveObserver(CollectiveObserver):
         if issue is not None and finish and _await(finish[0]):
             span.issue_ns, span.finish_ns = time_ns(issue), time_ns(finish[0])
             span.waits = [(time_ns(start), time_ns(end)) for start, end in waits if start.query() and end.query()]
+            if self._position is not None and span.sequence >= 0:
+                self._position.finished(span.group, span.sequence)

@@ -17,14 +17,16 @@ from typing import Any, Self
 from bireme.channel import Channel
 from bireme.errors import SharedError, UserError, nearest
 from bireme.ledger import PHASES, Segment
-from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
+from bireme.observe.collectives import OPERATION_NAMES, CollectiveObserver, hooks_missing, process_groups
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
 from bireme.observe.exchange import Exchange, side_groups
 from bireme.observe.garbage import GarbageObserver
 from bireme.observe.host import traffic_counter
 from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
 from bireme.observe.thread import ThreadClock
+from bireme.observe.watch import HangWatch
 from bireme.record import RunWriter, utc_now
+from bireme.verdict.live import LiveJudge
 from bireme.world import introduce
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class Monitor:
     on_steps: called on rank 0, in the background thread, with each window's step records and events.
     warnings: asked for this rank's new warnings, which travel to rank 0. device: "cuda" to follow the compute stream.
     first_step: the number of the first step; with `resume` the run that is in the directory goes on with it.
+    stall_after_s: say who keeps the others waiting when a rank has not moved for so long; 0: never (docs/hangs.md).
+    abort_after_s: end all ranks then, with exit code 70; 0: never. The first step may take longer.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Monitor:
         device: str = "cpu",
         first_step: int = 1,
         resume: bool = False,
+        stall_after_s: float = 30.0,
+        abort_after_s: float = 0.0,
     ):
         self.directory = Path(directory)
         self._channel = channel or Channel()
@@ -81,6 +87,7 @@ class Monitor:
         self._closing = threading.Lock()
         self._writer: RunWriter | None = None
         self._writer_failure: str | None = None
+        self._writing = threading.Lock()
         self._unwritten: deque[Callable[[RunWriter], None]] = deque(maxlen=_KEPT_WRITES)
         self._recorded = threading.Condition()
         self._recorded_step = self._step - 1
@@ -108,17 +115,36 @@ class Monitor:
             first_step - 1 if resume else None,
         )
 
-        self._tracker = PhaseTracker(self._clock)
+        self._judge: LiveJudge | None = LiveJudge(
+            {**facts, "groups": table, "world_size": self._channel.size, "missing": self.missing}
+        )
+        self._watch: HangWatch | None = None
+        if self._channel.size > 1 and stall_after_s > 0:
+            self._watch = HangWatch.start(
+                self._channel,
+                ranks,
+                table,
+                PHASES,
+                OPERATION_NAMES,
+                first_step,
+                stall_after_s,
+                abort_after_s,
+                on_event=lambda event: self._deliver([], [{"event": "hang", "time_utc": utc_now(), **event}], []),
+                on_abort=lambda reason: self.close("failed", reason, within_s=3.0),
+            )
+        position = self._watch.position if self._watch is not None else None
+        self._position = position
+        self._tracker = PhaseTracker(self._clock, position.enter if position is not None else None)
         self._phases = {name: Phase(self._tracker, index) for index, name in enumerate(PHASES)}
         self._pauses: list[tuple[tuple[int, int], int, int]] = []
         self._mark_ns = self._cost_of_a_mark()
         resolve = _resolve_thread
         if isinstance(self._clock, DeviceClock):
-            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine)
+            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine, position)
             self._clock.observer = self._collectives
             resolve = self._clock.resolve
         else:
-            self._collectives = CollectiveObserver(mine)
+            self._collectives = CollectiveObserver(mine, position)
         self._garbage = GarbageObserver(self._paused)
         self._exchange = Exchange(
             self._channel,
@@ -174,6 +200,17 @@ class Monitor:
         else:  # it would take it nowhere any more
             self._write(lambda writer: writer.event(event, **fields))
 
+    def alive(self) -> None:
+        """Something long inside one phase goes on: nobody takes this rank for stuck (docs/hangs.md)."""
+        if self._position is not None:
+            self._position.alive()
+
+    def failing(self, error: BaseException) -> None:
+        """Tells the other ranks why this one is about to end, before it has written all that it has to write."""
+        if self._watch is not None:
+            interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+            self._watch.ended("interrupted" if interrupted else "raised", None if interrupted else error)
+
     def hand_over(self, step: int) -> None:
         """The steps up to this one go to the record as soon as it has ended; every rank asks for the same step."""
         self._exchange.hand_over(step)
@@ -211,6 +248,8 @@ class Monitor:
         self._collectives.overhead_ns = self._tracker.marks = 0
         self._step += 1
         self._collectives.step = self._step
+        if self._position is not None:
+            self._position.begin_step(self._step)
         self._observation = Observation(self._step, [])
         self._exchange.submit(observation)
 
@@ -225,6 +264,8 @@ class Monitor:
 
     def _close(self, status: str, reason: str | None, within_s: float) -> None:
         atexit.unregister(self._at_exit)
+        if self._watch is not None:
+            self._watch.ended("left" if status == "finished" else "interrupted")
         self._collectives.close()
         self._garbage.close()
         if self._collectives.failure:
@@ -242,6 +283,8 @@ class Monitor:
                 self._writer.finish(status, reason or self._writer_failure)
             self._writer.close()
         self._clock.close()
+        if self._watch is not None:
+            self._watch.close()
 
     def _at_exit(self) -> None:
         """A loop that never closed its monitor keeps its record, and its process ends as if there were none."""
@@ -253,6 +296,8 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.failing(error)
         if kind is None:
             self.close()
         elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
@@ -281,11 +326,12 @@ class Monitor:
         """Writes, in order; what finds no room is kept and tried again the next time: a disk may be cleared."""
         if self._writer is None:
             return
-        self._unwritten.append(action)
         try:
-            while self._unwritten:
-                self._unwritten[0](self._writer)
-                self._unwritten.popleft()
+            with self._writing:  # an event of the hang watch comes from a thread of its own
+                self._unwritten.append(action)
+                while self._unwritten:
+                    self._unwritten[0](self._writer)
+                    self._unwritten.popleft()
         except OSError as error:
             if self._writer_failure is None:
                 self._writer_failure = error.strerror or str(error)
@@ -315,12 +361,31 @@ class Monitor:
             with self._recorded:
                 self._recorded_step = lines[-1]["step"]
                 self._recorded.notify_all()
+        events = [*events, *self._judged(lines, events)]
         if self._on_steps is not None:
             try:
                 self._on_steps(lines, events)
             except Exception as error:  # nobody reads the console any more, or so: no reason to lose the record
                 self._on_steps = None
                 log.warning("the steps are not shown any more: %s: %s", type(error).__name__, error)
+
+    def _judged(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rank 0's verdicts on the last steps, as events; what goes wrong with them is no reason to lose the record."""
+        if self._judge is None or not lines:
+            return []
+        try:
+            verdicts = [change.as_event() for change in self._judge.add(lines, events)]
+        except Exception as error:
+            self._judge = None
+            log.warning("no more verdicts while the run goes on: %s: %s", type(error).__name__, error)
+            log.debug("no more verdicts", exc_info=True)
+            return []
+        for verdict in verdicts:
+            fields = {name: value for name, value in verdict.items() if name != "event"}
+            self._write(lambda writer, fields=fields: writer.event("verdict", **fields))  # type: ignore[misc]
+            if self._on_steps is None:
+                log.warning("%s", verdict["message"])
+        return verdicts
 
     def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
         self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))

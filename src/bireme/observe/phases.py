@@ -1,5 +1,6 @@
 """Where in the program the training thread is: the boundaries of phases, with the clocks read at each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -36,8 +37,10 @@ class Observation:
 class PhaseTracker:
     """Follows the training thread through phases, which nest, and cuts the timeline into steps without a gap."""
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: Clock, tell: Callable[[int], None] | None = None):
+        """`tell` is called with every phase that begins."""
         self._clock = clock
+        self._tell = tell
         self._phase = OTHER
         self._boundaries: list[tuple[int, Any]] = []
         self.marks = 0  # clock readings since the last step: the known part of the cost of measuring
@@ -56,7 +59,15 @@ class PhaseTracker:
         self._phase = phase
         self._boundaries.append((phase, self._clock.read()))
         self.marks += 1
+        if self._tell is not None:
+            self._tell(phase)
         return before
+
+    def fail(self, before: int) -> None:
+        """Leaves a phase on an exception: for whoever asks, the rank is still where it failed."""
+        tell, self._tell = self._tell, None
+        self.enter(before)
+        self._tell = tell
 
     def cut(self) -> tuple[list[tuple[int, Any]], Any]:
         """Ends the step now: its boundaries and its end. The next step begins at the same reading."""
@@ -82,4 +93,7 @@ class Phase:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tracker.enter(self._before.pop())
+        if kind is None:
+            self._tracker.enter(self._before.pop())
+        else:
+            self._tracker.fail(self._before.pop())

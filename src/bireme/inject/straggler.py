@@ -1,6 +1,5 @@
-"""Makes a rank slow on purpose, so that what the measurements say can be held against the truth."""
+"""The short form of an injection, in the environment: STRAGGLER_MS makes one rank sleep in every step."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,36 +55,5 @@ class Straggler:
 
     def truth(self) -> dict[str, Any]:
         """The event that tells a reader of the run what was planted."""
-        return {"kind": "sleep", "phase": self.phase, "rank": self.rank, "delays_ms": list(self.delays_ms)}
-
-
-class Injector:
-    """Sleeps on this rank where a straggler is planted. Costs one comparison where none is."""
-
-    def __init__(self, straggler: Straggler | None, rank: int):
-        self._straggler = straggler if straggler is not None and straggler.rank == rank else None
-        self._delay_s = 0.0
-
-    def begin(self, step: int) -> None:
-        if self._straggler is not None:
-            self._delay_s = self._straggler.delay_ms(step) / 1000
-
-    def sleep(self, phase: str) -> None:
-        """Called inside each phase of the step, once or more; sleeps in the planted one the first time."""
-        if self._delay_s and self._straggler is not None and self._straggler.phase == phase:
-            delay_s, self._delay_s = self._delay_s, 0.0
-            time.sleep(delay_s)
-
-    def plant_in_backward(self, module: Any) -> None:
-        """Makes the sleep of phase `backward` happen inside the backward pass, where `module`'s gradient arrives."""
-        if self._straggler is None or self._straggler.phase != "backward":
-            return
-
-        def arrived(gradient: Any) -> None:
-            self.sleep("backward")
-
-        def watch(_module: Any, _inputs: Any, output: Any) -> None:
-            if output.requires_grad:
-                output.register_hook(arrived)
-
-        module.register_forward_hook(watch)
+        delays_ms = list(self.delays_ms)
+        return {"kind": "sleep", "phase": self.phase, "rank": self.rank, "ranks": [self.rank], "delays_ms": delays_ms}
