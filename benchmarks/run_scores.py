@@ -28,6 +28,11 @@ class Expected:
     def culprit(self, verdict: Mapping[str, Any]) -> bool:
         return verdict["kind"] in self.kinds and (self.ranks is None or set(verdict["ranks"]) == set(self.ranks))
 
+    def culprit_so_far(self, verdict: Mapping[str, Any]) -> bool:
+        """While it runs: a rank that gets slower bit by bit is a slow rank at first."""
+        early = DRIFT in self.kinds and verdict["kind"] == RANK
+        return self.culprit({**verdict, "kind": DRIFT} if early else verdict)
+
     def place(self, verdict: Mapping[str, Any]) -> bool:
         if self.garbage:
             return bool(verdict["cause"] == GARBAGE)
@@ -109,7 +114,7 @@ def score_run(run: Run, score: RunScore) -> None:
     score.given = verdicts[0]["kind"] if verdicts else "none"
     score.wrong = [_words(run, verdict) for verdict in others]
     score.wrong_live = [
-        f"after step {event['step']}: {event['sentence']}" for event in live if not expected.culprit(event)
+        f"after step {event['step']}: {event['sentence']}" for event in live if not expected.culprit_so_far(event)
     ]
     score.explained = all(_taken(run, verdict) for verdict in others)
     if right is not None:
@@ -119,7 +124,7 @@ def score_run(run: Run, score: RunScore) -> None:
             score.wrong.append("elsewhere: " + _words(run, right))
     if truth is not None:
         first = int(truth["first_step"])
-        seen = [event["step"] - first for event in live if expected.culprit(event) and event["step"] >= first]
+        seen = [event["step"] - first for event in live if expected.culprit_so_far(event) and event["step"] >= first]
         score.steps_to_detect = seen[0] if seen else None
         score.effect = _effect(run, first, late=truth["kind"] == "drift")
 

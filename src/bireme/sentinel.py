@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from bireme.hang import diagnose_stall
-from bireme.hang_state import GONE, INTERRUPTED, LOST, RUNS, Group, RankState, merged
+from bireme.hang_state import GONE, INTERRUPTED, LEFT, LOST, RUNS, Group, RankState, merged
 from bireme.observe.position import PositionReader
 from bireme.sentinel_hub import SILENT_S, Hub, interval_s, show
 from bireme.sentinel_lines import Lines
@@ -267,6 +267,9 @@ class Sentinel:
 
     def _alone(self, now_s: float) -> None:
         """Rank 0's machine is gone, or rank 0 has ended in order: who is to speak says so when its own rank hangs."""
+        if self._ended.get("ended") in (LEFT, INTERRUPTED):
+            self._done = True
+            return
         state = self._state(now_s)
         if self._gone_s is None and self._abort_after_s and state["idle_s"] >= self._abort_after_s:
             self._end_rank(f"no movement for {self._abort_after_s:.0f} s, and rank {self._hub_state.rank} is gone")

@@ -196,9 +196,12 @@ class Hub:
         self.finished = True
         everybody_ended = all(not state.runs for state in self._states.values())
         self._order({"do": "done" if everybody_ended else "bye"})
+        # Who leaves with something unread takes back what the others have not read yet.
         deadline_s = time.monotonic() + 1.0
-        while time.monotonic() < deadline_s and any(not lines.flush() for lines in self._links.values()):
-            time.sleep(0.02)
+        for lines in self._links.values():
+            lines.finish()
+        while time.monotonic() < deadline_s and not all(lines.drained() for lines in self._links.values()):
+            time.sleep(0.005)
         self._listening.close()
 
     def _notice_silence(self, now_s: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 LONGEST_BYTES = 4 << 20  # the configuration of a job of some thousand ranks
@@ -64,6 +65,17 @@ class Lines:
                 break
             messages.append(message)
         return messages
+
+    def finish(self) -> None:
+        """Nothing more will be sent."""
+        if self.flush():
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_WR)
+
+    def drained(self) -> bool:
+        """Reads past whatever still comes; True when the other end has closed, too."""
+        self.receive()
+        return self.ended
 
     def close(self) -> None:
         self.ended = True
