@@ -41,10 +41,13 @@ def all_reduce(number: int, watch: HangWatch, num_bytes: int = 4000) -> None:
     watch.position.waits(0, 0, -1)
     (directory / f"reduce-{number}-{rank}").write_text(str(num_bytes))
     paths = [directory / f"reduce-{number}-{each}" for each in range(size)]
-    while not all(path.exists() and path.read_text() == str(num_bytes) for path in paths):
-        time.sleep(0.02)
-        if any(dead(pid) for pid in pids):
+    while True:
+        lost = any(dead(pid) for pid in pids)  # asked first: who came and died then did come
+        if all(path.exists() and path.read_text() == str(num_bytes) for path in paths):
+            break
+        if lost:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        time.sleep(0.02)
     watch.position.no_wait()
     watch.position.finished(0, number)
 

@@ -241,8 +241,14 @@ def _uses(lines: Sequence[Mapping[str, Any]], ranks: NDArray[np.int64]) -> tuple
     uses = []
     for (group, operation), columns in sorted(taken.items()):
         if all(columns[0]):  # an operation that is not in every step says little about a link
-            uses.append(Use(group, operation, *(np.array([np.median(each) for each in column]) for column in columns)))
+            uses.append(Use(group, operation, *map(_medians, columns)))
     return tuple(uses)
+
+
+def _medians(column: list[list[float]]) -> Array:
+    if len({len(each) for each in column}) == 1:
+        return np.asarray(np.median(np.array(column, dtype=np.float64), axis=1))
+    return np.array([np.median(each) for each in column])
 
 
 def _link(facts: Mapping[str, Any]) -> float | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -130,27 +131,36 @@ def is_ramp(excess_ms: Sequence[float] | Array) -> tuple[int, float] | None:
     """
     length = _LEAST_WINDOW
     points = windows(np.asarray(excess_ms, dtype=np.float64)[:, None], length)[:, 0]
-    count = len(points)
-    shortest = max(4, count // 4)
-    if count < 8:
+    if len(points) < 8:
         return None
-    place = np.arange(count)
-
-    def residual(shape: Array) -> tuple[float, float]:
-        centred = shape - shape.mean()
-        weight = float(centred @ centred)
-        rise = float(centred @ points) / weight if weight > 0 else 0.0
-        rest = points - points.mean() - rise * centred
-        return float(rest @ rest), rise
-
-    at_once = min(residual((place >= c).astype(np.float64))[0] for c in range(1, count))
-    begins = range(0, count - shortest + 1, max(1, count // 24))
-    ramps = [
-        (*residual(np.clip((place - a) / (b - a), 0.0, 1.0)), a)
-        for a in begins
-        for b in range(a + shortest, count + 1, max(1, count // 24))
-    ]
-    rest, rise, begin = min(ramps)
-    if rise > 0 and at_once - rest > _CLEARLY * rest / max(1, count - 4):
+    at_once, ramps, begins = _shapes(len(points))
+    points = points - points.mean()
+    total = float(points @ points)
+    rest_at_once = total - float(((at_once @ points) ** 2).max())
+    along = ramps @ points
+    best = int(np.argmax(along**2))
+    rest, begin, end = total - float(along[best] ** 2), *begins[best]
+    rise = float(along[best]) / math.sqrt(float((_ramp(len(points), begin, end) ** 2).sum()))
+    if rise > 0 and rest_at_once - rest > _CLEARLY * rest / max(1, len(points) - 4):
         return begin * length, rise
     return None
+
+
+def _ramp(count: int, begin: int, end: int) -> Array:
+    """From 0 to 1 between two of so many points, less its mean."""
+    shape = np.clip((np.arange(count) - begin) / (end - begin), 0.0, 1.0)
+    return np.asarray(shape - shape.mean())
+
+
+@lru_cache(maxsize=8)
+def _shapes(count: int) -> tuple[Array, Array, list[tuple[int, int]]]:
+    """All steps, and all ramps that are long enough, over so many points: (shapes, points), of mean 0 and length 1."""
+    shortest, stride = max(4, count // 4), max(1, count // 24)
+    begins = [
+        (begin, end)
+        for begin in range(0, count - shortest + 1, stride)
+        for end in range(begin + shortest, count + 1, stride)
+    ]
+    at_once = np.stack([(np.arange(count) >= change) - (count - change) / count for change in range(1, count)])
+    ramps = np.stack([_ramp(count, begin, end) for begin, end in begins])
+    return (*(each / np.linalg.norm(each, axis=1, keepdims=True) for each in (at_once, ramps)), begins)

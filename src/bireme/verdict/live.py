@@ -18,7 +18,7 @@ _LEAST_STEPS = 15  # of a young run that say anything
 _EVERY_STEPS = 10
 _RECENT_STEPS = 20  # a verdict that has not shown for so long is over
 _TWICE = 2  # judgements in a row that must agree before a change is told
-_SHARE_OF_TIME = 0.005  # that judging may take
+_SHARE_OF_TIME = 0.002  # that judging may take
 _ONE_CULPRIT = {RANK, NODE, DRIFT}
 
 
