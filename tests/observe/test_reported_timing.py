@@ -153,3 +153,35 @@ def test_profiled_steps_are_marked_and_kept_out_of_averages(ranks: Ranks, tmp_pa
     assert summary["steps"] == {"measured": 16, "skipped": 4}
     assert summary["step_ms"]["p90"] < 150
     assert all(verdict["kind"] != "one_off" or not 5 <= verdict["first_step"] <= 7 for verdict in summary["verdicts"])
+
+
+def one_sleeps(rank: int, size: int, directory: Path) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = []
+    tensor = torch.ones(8)
+
+    def on_steps(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
+        told.extend(event for event in events if event["event"] == "verdict")
+
+    with Monitor(directory, facts=_facts(size), skip_steps=2, exchange_every=5, on_steps=on_steps) as monitor:
+        for _ in range(40):
+            with monitor.step(tokens=100):
+                with monitor.phase("optimizer"):
+                    time.sleep(0.06 if rank == 1 else 0.01)
+                with monitor.phase("backward"):
+                    dist.all_reduce(tensor)
+    return told
+
+
+@needs_hooks
+def test_the_culprit_is_named_while_the_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    told, elsewhere = ranks(2, one_sleeps, tmp_path / "run")
+    assert elsewhere == []
+    first = next(event for event in told if event["kind"] == "rank")
+    assert (first["change"], first["ranks"], first["node"]) == ("started", [1], "here")
+    assert (first["phase"], first["state"]) == ("optimizer", "blocked")
+    assert first["message"].startswith("rank 1 on here takes ")
+    run = read_run(tmp_path / "run")
+    recorded = [event for event in run.events if event["event"] == "verdict"]
+    assert [event["message"] for event in recorded] == [event["message"] for event in told]
+    verdict = next(each for each in summarise(run)["verdicts"] if each["kind"] == "rank")
+    assert (verdict["ranks"], verdict["phase"]) == ([1], "optimizer")
