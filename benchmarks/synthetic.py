@@ -120,6 +120,8 @@ class Made:
             wall_ms=cells.sum(axis=2),
             cells_ms=cells.astype(np.float32),
             gc_ms=self.gc_ms,
+            throttled_ms=np.zeros_like(self.gc_ms),
+            steal_ms=np.zeros_like(self.gc_ms),
             tokens=np.full(self.steps, 4096.0 * self.size),
             node_of=np.arange(self.size) // per_node,
             node_names=tuple(f"node{index}" for index in range(-(-self.size // per_node))),

@@ -126,13 +126,23 @@ def _check_facts(directory: Path, facts: dict[str, Any]) -> None:
 _RANK_NUMBERS = ("end_ns", "hidden_ns", "hidden_transfer_ns", "clamped_ns", "unlocated_ns", "unmatched")
 
 
+_MOST = 1 << 62  # of whole numbers: what is computed from them fits 64 bits
+
+
 def _is_ints(value: Any, count: int) -> bool:
-    return type(value) is list and len(value) == count and set(map(type, value)) <= {int}
+    if not (type(value) is list and len(value) == count and set(map(type, value)) <= {int}):
+        return False
+    return not value or -_MOST < min(value) <= max(value) < _MOST
 
 
 def _is_step(line: Any, world_size: int, groups: int) -> bool:
     """Whether a line of steps.jsonl has what reports use of it, with the right types."""
-    if type(line) is not dict or type(line.get("step")) is not int:
+    if type(line) is not dict or type(line.get("step")) is not int or not abs(line["step"]) < _MOST:
+        return False
+    gc_ns = line.get("gc_ns")  # older records have none
+    if gc_ns is not None and not (type(gc_ns) is list and len(gc_ns) == world_size):
+        return False
+    if not all(type(each) is int or each is None for each in gc_ns or ()):
         return False
     if type(line.get("skipped")) not in _TEXT or type(line.get("tokens")) not in (int, _NONE):
         return False

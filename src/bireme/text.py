@@ -35,6 +35,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def short(value: float) -> str:
+    """A number in about three digits, never with an exponent: `0.52`, `12.3`, `157`, `1234`."""
+    text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def one_line(error: BaseException, most: int = 200) -> str:
     """What an error says, and of which file, without line ends."""
     text = str(error)

@@ -96,9 +96,9 @@ def test_a_record_with_a_missing_rank_and_torn_lines_is_judged_for_what_is_there
     summary = summarise(run)
     (verdict,) = summary["verdicts"]
     assert (verdict["kind"], verdict["ranks"]) == ("rank", [1])
-    assert verdict["evidence"]["not_recorded"] == ["left out, as they recorded less than half of the steps: ranks 2"]
+    assert verdict["evidence"]["not_recorded"] == ["left out, with less than half of the steps recorded: rank 2"]
     assert "rank 2 recorded 10 of 38 steps" in " ".join(summary["notes"])
-    assert "less than half of the steps: ranks 2" in " ".join(text_of(summary, run).split())
+    assert "less than half of the steps recorded: rank 2" in " ".join(text_of(summary, run).split())
 
 
 def test_names_in_the_record_do_not_drive_the_terminal(make_run: Callable[..., Run]) -> None:
@@ -116,3 +116,37 @@ def test_measured_links_must_be_of_as_many_ranks(make_run: Callable[..., Run], t
     assert isinstance(table, LinkTable)
     fits = make_run(steps(30, 0.0, ranks=ranks), name="fits")
     assert [verdict["kind"] for verdict in summarise(fits, links=table)["verdicts"]] == ["healthy"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"gc_ns": ["x", 1]},
+        {"gc_ns": [[1], 2]},
+        {"gc_ns": [1]},
+        {"step": 2**63},
+        {"end_ns": [2**63, 2**63 + 10]},
+        {"end_ns": [2**64 - 1, 5]},
+    ],
+)
+def test_damaged_lines_are_left_out_and_the_rest_is_judged(
+    make_run: Callable[..., Run], damage: dict[str, Any]
+) -> None:
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[7].update(damage)
+
+    run = make_run(steps(30, 60.0), change=change)
+    assert run.damaged_lines == 1
+    (verdict,) = summarise(run)["verdicts"]
+    assert (verdict["kind"], verdict["ranks"]) == ("rank", [1])
+
+
+def test_damaged_events_are_no_evidence(make_run: Callable[..., Run]) -> None:
+    events = [
+        {"event": "checkpoint", "write_s": value}
+        for value in ([True, 1], [-1, 2], [1e308, 1], ["x", 1], [1], None, [None, 1])
+    ]
+    events += [{"event": "host", "rank": 1, "first_step": 1, "last_step": 30, "steal_ms": 1e308, "throttled_ms": None}]
+    rows = [[{"checkpoint/blocked": 60.0, "forward/running": 100.0}] * 2 for _ in range(30)]
+    (verdict,) = summarise(make_run(rows, events=events))["verdicts"]
+    assert verdict["ranks"] == [0, 1] and "inf" not in verdict["sentence"]

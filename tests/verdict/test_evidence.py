@@ -49,8 +49,8 @@ def test_missing_ranks_and_steps_are_said() -> None:
     assert evidence.ranks.tolist() == [0, 1]
     assert len(evidence.steps) == 18
     assert evidence.missing == (
-        "left out, as they recorded less than half of the steps: ranks 2",
-        "2 steps that a rank did not record are left out",
+        "left out, with less than half of the steps recorded: rank 2",
+        "left out, as a rank did not record them: 2 steps",
     )
 
 

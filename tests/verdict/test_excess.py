@@ -93,7 +93,13 @@ def test_a_ramp_is_told_from_a_step(seed: int, noise: float) -> None:
     assert found is not None and abs(found[0] - 200) <= 20 and found[1] == pytest.approx(10, rel=0.25)
     step = (np.arange(300) >= 153) * 10 + rng.normal(0, noise, 300)
     assert is_ramp(step) is None
-    assert is_ramp(rng.normal(0, noise, 300)) is None or is_ramp(rng.normal(0, noise, 300))[1] < 1.0  # type: ignore[index]
+    nothing = is_ramp(rng.normal(0, noise, 300))
+    assert nothing is None or nothing[1] < noise
+
+
+def test_a_ramp_in_a_very_long_run_takes_no_longer() -> None:
+    found = is_ramp(np.clip((np.arange(100_000) - 60_000) / 20_000, 0, 1) * 10)
+    assert found is not None and abs(found[0] - 60_000) <= 100_000 // 24 and found[1] == pytest.approx(10, rel=0.05)
 
 
 def test_what_falls_is_no_drift() -> None:

@@ -194,6 +194,33 @@ def test_every_fourth_step_with_four_workers_is_the_loader() -> None:
     assert "about 9 workers would keep up" in verdict.advice  # 4 x 45 ms / 20 ms
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_other_step_is_not_half_as_much_in_every_step(size: int) -> None:
+    for seed in range(5):
+        made = quiet(size=size, seed=seed)
+        made.plant(np.arange(1, 200, 2), 1, ("input", "blocked"), 100.0)
+        verdict = only(judge(dataclasses.replace(made.evidence(), workers=2)))
+        assert (verdict.kind, verdict.ranks, verdict.phase) == ("rank", (1,), "input")
+        assert verdict.excess_ms == pytest.approx(100, rel=0.1)
+        assert verdict.evidence["period_steps"] == 2 and "there are 2 workers" in verdict.advice
+
+
+@pytest.mark.parametrize("begin", range(60, 70))
+def test_the_ragged_edge_of_a_stretch_is_no_one_off(begin: int) -> None:
+    made = quiet(size=2)
+    made.plant(slice(begin, begin + 73), 1, ("forward", "blocked"), 150.0)
+    assert [verdict.kind for verdict in judge(made.evidence())] == ["rank"]
+
+
+def test_short_steps_with_a_few_long_ones_are_judged() -> None:
+    """The mean and the median of the step are far apart."""
+    rows = [
+        line(step, [{"forward/running": 100.0 if step % 5 < 3 else 6.0, "input/blocked": 4.0}] * 2)
+        for step in range(1, 101)
+    ]
+    assert judge(from_lines(rows, facts(2)))
+
+
 def test_one_rank_whose_loader_stalls_now_and_then() -> None:
     made = quiet(size=4)
     rows = np.arange(3, 200, 6)
@@ -212,8 +239,32 @@ def test_a_slow_checkpoint_is_named_with_who_writes_it() -> None:
     verdict = only(judge(from_lines(rows, facts(2), events)))
     assert (verdict.kind, verdict.ranks, verdict.phase, verdict.state) == ("rank", (1,), "checkpoint", "blocked")
     assert "rank 1 on here writes for 4 s, the others for 0.1 s" in verdict.sentence
-    verdict = only(judge(from_lines(rows, facts(2))))
-    assert verdict.ranks == (0, 1) and verdict.evidence["period_steps"] == 10
+    for nobody in (
+        [],
+        [{"event": "checkpoint", "write_s": [0.001, 0.002]}],
+        [{"event": "checkpoint", "write_s": [0, 0]}],
+    ):
+        verdict = only(judge(from_lines(rows, facts(2), nobody)))
+        assert verdict.ranks == (0, 1) and verdict.evidence["period_steps"] == 10
+
+
+def test_what_a_quota_or_the_hypervisor_took_is_the_cause() -> None:
+    rows = [
+        line(
+            step,
+            [{"forward/running": 100.0, "backward/wait": 50.0}, {"forward/running": 100.0, "forward/runnable": 50.0}],
+        )
+        for step in range(1, 61)
+    ]
+    for taken, cause in (("throttled_ms", "held back by a CPU quota"), ("steal_ms", "cores taken by the hypervisor")):
+        host = {"event": "host", "rank": 1, "first_step": 1, "last_step": 60, "throttled_ms": 0, "steal_ms": 0}
+        verdict = only(judge(from_lines(rows, facts(2), [{**host, taken: 2900.0}])))
+        assert (verdict.ranks, verdict.state, verdict.cause) == ((1,), "runnable", cause)
+    # Of two cores half is not this rank's; and what is damaged is left out.
+    two = facts(2, ranks=[{"cores": [0, 1]}] * 2)
+    assert only(judge(from_lines(rows, two, [{**host, "steal_ms": 2900.0}]))).cause == "contention for cores"
+    damaged = [{**host, "rank": "x"}, {**host, "first_step": None}, {**host, "steal_ms": "much"}, {**host, "rank": 7}]
+    assert only(judge(from_lines(rows, facts(2), damaged))).cause == "contention for cores"
 
 
 # --- nodes, stages, links ----------------------------------------------------------------------------------------
@@ -237,6 +288,15 @@ def test_all_ranks_of_a_node_are_the_node(size: int, nodes: int) -> None:
     assert verdict.sentence.startswith("node node1")
 
 
+def test_a_rank_that_is_much_worse_than_its_slow_node_is_named_too() -> None:
+    made = quiet(size=8, nodes=2)
+    made.plant(slice(None), np.arange(4, 8), ("backward", "running"), 40.0)
+    made.plant(slice(None), 6, ("forward", "blocked"), 100.0)
+    verdicts = {verdict.kind: verdict for verdict in judge(made.evidence())}
+    assert verdicts["node"].ranks == (4, 5, 6, 7) and verdicts["rank"].ranks == (6,)
+    assert verdicts["rank"].phase == "forward"
+
+
 def test_waiting_in_a_pipeline_is_not_blame() -> None:
     made = quiet(size=8, stages=2)
     made.plant(slice(None), np.arange(4), ("forward", "wait"), 80.0)
@@ -250,11 +310,20 @@ def test_a_slow_rank_of_a_light_stage_is_found_by_its_peers() -> None:
     made.plant(slice(None), np.arange(4, 8), ("forward", "running"), 40.0)
     made.plant(slice(None), np.arange(4, 8), ("backward", "running"), 80.0)
     made.plant(slice(None), 1, ("forward", "running"), 60.0)
-    evidence = made.evidence()
-    verdicts = {verdict.kind: verdict for verdict in judge(evidence)}
+    verdicts = {verdict.kind: verdict for verdict in judge(made.evidence())}
     assert verdicts["stage_imbalance"].ranks == (4, 5, 6, 7)
-    # Its own time is less than any of stage 1, so nobody waits for it: it is no alarm, as long as that is so.
-    assert "rank" not in verdicts or verdicts["rank"].ranks == (1,)
+    assert verdicts["rank"].ranks == (1,)
+    # All wait for the heavy stage anyway: to cure the rank alone would gain nothing.
+    assert verdicts["rank"].share < 0.01 < verdicts["stage_imbalance"].share
+
+
+def test_one_slow_rank_of_a_stage_is_not_its_stage() -> None:
+    for ms in (40.0, 100.0):
+        made = quiet(size=4, stages=2)
+        made.plant(slice(None), 3, ("forward", "running"), 0.4 * ms)
+        made.plant(slice(None), 3, ("backward", "running"), 0.6 * ms)
+        verdict = only(judge(made.evidence()))
+        assert (verdict.kind, verdict.ranks) == ("rank", (3,))
 
 
 def test_a_stage_of_one_rank_that_sleeps_is_a_slow_rank() -> None:
@@ -302,6 +371,31 @@ def test_a_link_is_held_against_its_siblings_its_rate_and_what_was_measured() ->
     assert only(judge(healthy, lambda operation, ranks, size: None)).kind == "healthy"
 
 
+def test_a_link_is_worth_what_the_step_feels_of_it() -> None:
+    """Part of the transfer was hidden before, and is hidden still."""
+    made = quiet(size=4, nodes=2)
+    clean_ms = made.healthy_ms
+    made.transfer_ms[100:] += 80.0
+    evidence = made.evidence()
+    use = Use(0, "all_reduce", np.ones(200), np.full(200, 1e7), made.transfer_ms * 1.5)
+    verdict = only(judge(_with_uses(evidence, use)))
+    assert verdict.kind == "link" and verdict.excess_ms == pytest.approx(80, rel=0.1)
+    assert verdict.what_if is not None and verdict.what_if.step_ms == pytest.approx(clean_ms, rel=0.05)
+
+
+def test_transfers_without_time_or_members_are_no_link() -> None:
+    made = quiet(size=4, nodes=2)
+    made.transfer_ms[:] = 60.0
+    made.transfer_ms[:50] = 0.0
+    evidence = made.evidence()
+    use = Use(0, "all_reduce", np.ones(200), np.full(200, 1e7), made.transfer_ms)
+    assert "link" not in {verdict.kind for verdict in judge(_with_uses(evidence, use))}
+    gone = _with_uses(
+        evidence, dataclasses.replace(use, transfer_ms=made.transfer_ms + 50), groups=(("world", (8, 9)),)
+    )
+    assert judge(dataclasses.replace(gone, link_bytes_per_s=1e12))
+
+
 def test_a_rank_that_is_waited_for_is_not_the_link() -> None:
     """B53: a collective is as long on the good side as on the bad; its transfer is not."""
     made = quiet(size=4, nodes=2)
@@ -316,6 +410,25 @@ def test_one_rank_has_nobody_to_be_held_against() -> None:
     rows = [line(step, [{"forward/running": 100.0}]) for step in range(1, 31)]
     verdict = only(judge(from_lines(rows, facts(1))))
     assert verdict.kind == "healthy" and "one rank" in verdict.sentence
+
+
+def test_a_missing_partner_leaves_the_others_of_the_stage() -> None:
+    """tp=2 on four ranks, one of them not recorded."""
+    rows = []
+    for step in range(1, 61):
+        own: list[Any] = [{"forward/running": 100.0 + step % 3, "backward/wait": 60.0} for _ in range(3)]
+        own[1] = {"forward/running": 100.0 + step % 3, "forward/blocked": 60.0}
+        rows.append(line(step, [*own, None]))
+    roles = [{"role": {"tp": rank % 2}} for rank in range(4)]
+    verdict = only(judge(from_lines(rows, facts(4, ranks=roles))))
+    assert (verdict.kind, verdict.ranks) == ("rank", (1,))
+
+
+def test_long_steps_are_told_without_exponents() -> None:
+    made = quiet(size=2, step_ms=20_000.0)
+    made.plant(slice(None), 1, ("forward", "blocked"), 12_345.0)
+    verdict = only(judge(made.evidence()))
+    assert "e+" not in verdict.sentence and "12345 ms" in verdict.sentence
 
 
 def test_steps_without_time_are_no_reason_to_fail() -> None:

@@ -81,3 +81,34 @@ def test_judging_takes_a_bounded_part_of_the_time() -> None:
         live.add([line(step, [{"forward/running": 100.0}] * 2)])
         judged += live._not_before != before
     assert 1 <= judged <= 3
+
+
+def test_several_things_wrong_with_the_same_ranks_are_told_apart() -> None:
+    """Input and checkpoints hold up all ranks, and one of them is slow besides: three verdicts, told once each."""
+    rng = np.random.default_rng(0)
+    live = LiveJudge(facts(2), clock=lambda: 0.0)
+    told = []
+    for step in range(1, 401):
+        cells = []
+        for rank in range(2):
+            own = {"input/blocked": 15.0, "forward/running": 100 + float(rng.normal(0, 1))}
+            own["checkpoint/blocked"] = 100.0 if step % 10 == 0 else 0.0
+            own["backward/wait" if rank == 0 else "forward/blocked"] = 20.0
+            cells.append(own)
+        told += [(change.state, change.verdict.phase) for change in live.add([line(step, list(cells))])]
+    assert sorted(told) == [("started", "checkpoint"), ("started", "forward"), ("started", "input")]
+
+
+def test_what_is_kept_of_a_step_is_no_garbage_to_collect() -> None:
+    import gc
+
+    live = LiveJudge(facts(64), clock=lambda: 0.0)
+    gc.collect()
+    before = len(gc.get_objects())
+    for step in range(1, 15):
+        row = line(step, [{"forward/running": 100.0}] * 64)
+        row["collectives"] = [[[0, "all_reduce", 8, 4_000_000, 1_000_000, 0]] for _ in range(64)]
+        live.add([row])
+        del row
+    gc.collect()
+    assert len(gc.get_objects()) - before < 14 * 20  # of 14 x 64 lists of cells

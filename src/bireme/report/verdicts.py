@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from bireme.errors import UserError
 from bireme.links import LinkTable
 from bireme.run_reader import Run
+from bireme.text import short
 from bireme.verdict.kinds import HEALTHY, ONE_OFF
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _below(verdict: dict[str, Any]) -> list[str]:
     worth = verdict["what_if"]
     if worth is not None and verdict["kind"] != ONE_OFF:
         rate = worth["tokens_per_s_global"]
-        share, step_ms = f"{100 * verdict['share']:.3g}", f"{worth['step_ms']:.4g}"
+        share, step_ms = f"{short(100 * verdict['share'])}", f"{short(worth['step_ms'])}"
         text = f"worth: {share} % of the time; a step would take {step_ms} ms without it"
         lines.append(text + (f", {rate:,.0f} tokens/s (global)" if rate is not None else ""))
     lines.append(f"evidence: {_evidence(verdict)}")

@@ -10,6 +10,7 @@ from bireme.ledger import PHASES, STATES
 from bireme.verdict.evidence import Evidence
 
 GARBAGE = "garbage collection"
+GARBAGE_ADVICE = "collect on all ranks at the same step: --gc-every N (it freezes the long-lived objects first)"
 _EXPLAINS = 0.5  # of the excess
 
 
@@ -24,32 +25,44 @@ class Cause:
     advice: str
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What took more time from a rank than from its peers, in milliseconds a step, in whatever cells it is."""
+
+    garbage_ms: float = 0.0
+    throttled_ms: float = 0.0
+    steal_ms: float = 0.0
+
+
 def cause_of(evidence: Evidence, columns: Sequence[int], steps: NDArray[np.int64] | slice, excess_ms: float) -> Cause:
     """Of the excess of these ranks in these steps, over the median of their peers there."""
     cells = evidence.cells_ms[steps].mean(axis=0, dtype=np.float64)  # (R, cells)
-    gc_ms = evidence.gc_ms[steps].mean(axis=0)
-    over = np.zeros(cells.shape[1])
-    gc_over = 0.0
+    taken = np.stack([each[steps].mean(axis=0) for each in (evidence.gc_ms, evidence.throttled_ms, evidence.steal_ms)])
+    over, taken_over = np.zeros(cells.shape[1]), np.zeros(len(taken))
     for column in columns:
         peers = _peers(evidence, column, columns)
         over += (cells[column] - np.median(cells[peers], axis=0)) / len(columns)
-        gc_over += float(gc_ms[column] - np.median(gc_ms[peers])) / len(columns)
-    return name_cell(evidence, over, gc_over, excess_ms)
+        taken_over += (taken[:, column] - np.median(taken[:, peers], axis=1)) / len(columns)
+    return name_cell(evidence, over, excess_ms, Taken(*taken_over.tolist()))
 
 
-def name_cell(evidence: Evidence, over_ms: NDArray[np.float64], gc_ms: float, excess_ms: float) -> Cause:
-    """The cause from the excess in every cell (cells,), and how much of it was garbage collection."""
+def name_cell(evidence: Evidence, over_ms: NDArray[np.float64], excess_ms: float, taken: Taken | None = None) -> Cause:
+    """The cause from the excess in every cell (cells,), and what is known to have taken part of it."""
     own = evidence.own_cells
     cell = own[int(np.argmax(over_ms[own]))]
     phase, state = PHASES[cell // len(STATES)], STATES[cell % len(STATES)]
-    if excess_ms > 0 and gc_ms >= _EXPLAINS * excess_ms:
-        return Cause(
-            phase,
-            state,
-            float(over_ms[cell]),
-            GARBAGE,
-            "collect on all ranks at the same step: --gc-every N (it freezes the long-lived objects first)",
-        )
+    taken = taken or Taken()
+    for took_ms, name, advice in (
+        (taken.garbage_ms, GARBAGE, GARBAGE_ADVICE),
+        (taken.throttled_ms, "held back by a CPU quota", "raise the CPU limit of this rank's container or cgroup"),
+        (
+            taken.steal_ms,
+            "cores taken by the hypervisor",
+            "the virtual machine shares its cores with others: take dedicated cores, or another machine",
+        ),
+    ):
+        if excess_ms > 0 and took_ms >= _EXPLAINS * excess_ms:
+            return Cause(phase, state, float(over_ms[cell]), name, advice)
     name, advice = _WORDS.get((phase, state)) or _WORDS.get((phase, None)) or _OF_STATE[state]
     return Cause(phase, state, float(over_ms[cell]), name, advice)
 
@@ -97,8 +110,7 @@ _OF_STATE: dict[str, tuple[str, str]] = {
     "runnable": (
         "contention for cores",
         "another process uses this rank's cores, or a CPU quota holds it back: look at the machine with top, pin "
-        "ranks to "
-        "cores, or start fewer threads",
+        "ranks to cores, or start fewer threads",
     ),
     "blocked": (
         "stands still",

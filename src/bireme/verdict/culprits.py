@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bireme.text import rank_list
+from bireme.text import rank_list, short
 from bireme.verdict.causes import cause_of
 from bireme.verdict.evidence import Array, Evidence
 from bireme.verdict.excess import FEW_RANKS, Stretch, is_ramp, noise_ms, stretches
@@ -13,6 +13,7 @@ from bireme.verdict.worth import caused_ms, saved_ms, share, what_if
 
 _OF_NODE = 0.5  # of its node's excess that a rank has, if it is the node
 _MOST_RANKS = 0.8  # of a node's ranks that must have it
+_WORSE = 1.7  # times its node's excess: then a rank is slow by itself, too
 _FEW_NODES = 4
 _LATEST = 15  # steps that tell how slow it is now
 _STRICT_HITS = 0.9
@@ -29,18 +30,26 @@ def persistent(evidence: Evidence, turns: bool) -> list[Verdict]:
     found = stretches(excess, evidence.step_ms, noise, **hits)
     nodes = _nodes(evidence, hits)
     verdicts = []
-    explained: set[int] = set()
+    explained: dict[int, list[Stretch]] = {}  # by column: what its node explains
     for stretch, columns, average in nodes:
         verdict = _verdict(evidence, stretch, columns, average, NODE)
         if verdict is not None:
             verdicts.append(verdict)
-            explained.update(columns)
+            for column in columns:
+                explained.setdefault(column, []).append(stretch)
     for stretch in found:
-        if stretch.column not in explained:
+        if not any(_explains(of_node, stretch) for of_node in explained.get(stretch.column, ())):
             verdict = _verdict(evidence, stretch, [stretch.column], peers[:, [stretch.column]], RANK)
             if verdict is not None:
                 verdicts.append(verdict)
     return verdicts
+
+
+def _explains(of_node: Stretch, of_rank: Stretch) -> bool:
+    """Whether a rank is slow because its node is: at the same time, and about as much."""
+    common = min(of_node.end, of_rank.end) - max(of_node.start, of_rank.start)
+    inside = common >= _MOST_RANKS * (of_rank.end - of_rank.start)
+    return inside and of_rank.excess_ms < _WORSE * of_node.excess_ms
 
 
 def _nodes(evidence: Evidence, hits: dict[str, float]) -> list[tuple[Stretch, list[int], Array]]:
@@ -103,9 +112,9 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
     if len(ranks) > 1 and kind == DRIFT:
         who = f"node {node}"
     if kind == DRIFT:
-        does = f"gets slower since step {span[0]}, and takes {excess_ms:.3g} ms more than its peers now"
+        does = f"gets slower since step {span[0]}, and takes {short(excess_ms)} ms more than its peers now"
     else:
-        does = f"takes {excess_ms:.3g} ms more of its own than its peers in a step"
+        does = f"takes {short(excess_ms)} ms more of its own than its peers in a step"
     return Verdict(
         kind=kind,
         ranks=ranks,

@@ -1,8 +1,10 @@
 """The numbers that verdicts rest on: what every rank did in every step, as arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,10 @@ from numpy.typing import NDArray
 
 from bireme.ledger import BLOCKED, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT
 from bireme.links import checked_link_rate
+from bireme.run_reader import is_number
+from bireme.text import count, name_ranks
 
+N_CELLS = len(PHASES) * len(STATES)
 LEAST_STEPS = 8  # fewer say nothing about what persists
 
 Array = NDArray[np.float64]
@@ -45,6 +50,8 @@ class Evidence:
     wall_ms: Array  # (T, R)
     cells_ms: NDArray[np.float32]  # (T, R, phases x states)
     gc_ms: Array  # (T, R) garbage collection, wherever in the ledger it is
+    throttled_ms: Array  # (T, R) held back by a CPU quota
+    steal_ms: Array  # (T, R) taken by the hypervisor
     tokens: Array | None  # (T,) distinct ones
     node_of: NDArray[np.int64]  # (R,) index into node_names
     node_names: tuple[str, ...]
@@ -136,67 +143,93 @@ def median_of_others(own_ms: Array) -> Array:
     return (without_itself(others // 2 - 1) + without_itself(others // 2)) / 2
 
 
-def from_lines(
-    lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()
-) -> Evidence:
-    """From measured lines of steps.jsonl (in order, checked by the reader) and the facts of run.json.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step of the record, as small as arrays are; times in milliseconds, NaN where a rank did not record it."""
 
-    Raises NotEnough.
-    """
+    step: int
+    tokens: int | None
+    wall_ms: Array  # (ranks,)
+    cells_ms: NDArray[np.float32]  # (ranks, phases x states)
+    gc_ms: Array  # (ranks,)
+    uses: dict[tuple[int, str], tuple[float, float, float]]  # count, bytes, transfer in ms: medians over members
+
+
+def row_of(line: Mapping[str, Any]) -> Row:
+    """From a line of steps.jsonl that the reader has checked."""
+    starts, ends, cells, collectives = (line[name] for name in ("start_ns", "end_ns", "cells_ns", "collectives"))
+    size = len(starts)
+    gc_ns = line.get("gc_ns") or [0] * size
+    here = [rank for rank, start in enumerate(starts) if start is not None]
+    wall_ms, gc_ms = np.full(size, np.nan), np.zeros(size)
+    cells_ms = np.full((size, N_CELLS), np.nan, dtype=np.float32)
+    if here:
+        # Whole nanoseconds of a clock that may have run for months do not fit a float: subtracted before.
+        wall_ms[here] = [(ends[rank] - starts[rank]) / 1e6 for rank in here]
+        cells_ms[here] = np.array([cells[rank] for rank in here], dtype=np.float32) / np.float32(1e6)
+        gc_ms[here] = [(gc_ns[rank] or 0) / 1e6 for rank in here]
+    said: dict[tuple[int, str], list[tuple[float, float, float]]] = {}
+    for rank in here:
+        for group, operation, calls, num_bytes, transfer_ns, _ in collectives[rank]:
+            said.setdefault((group, operation), []).append((calls, num_bytes, transfer_ns / 1e6))
+    uses = {}
+    for key, each in said.items():
+        calls_of, bytes_of, transfer_of = zip(*each, strict=True)
+        uses[key] = (median(calls_of), median(bytes_of), median(transfer_of))
+    return Row(line["step"], line["tokens"], wall_ms, cells_ms, gc_ms, uses)
+
+
+def from_lines(
+    lines: Iterable[Mapping[str, Any]], facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()
+) -> Evidence:
+    """From lines of steps.jsonl (in order, checked by the reader) and the facts of run.json; skipped steps are left
+    out. Raises NotEnough."""
+    return from_rows([row_of(line) for line in lines if line["skipped"] is None], facts, events)
+
+
+def from_rows(rows: Sequence[Row], facts: Mapping[str, Any], events: Sequence[Mapping[str, Any]] = ()) -> Evidence:
+    """As `from_lines`, of steps that count."""
     size = int(facts["world_size"])
     missing: list[str] = []
-    lines = [line for line in lines if line["skipped"] is None]
-    present = np.array([[each is not None for each in line["start_ns"]] for line in lines], dtype=bool)
-    present = present.reshape(len(lines), size)
-    kept = present.sum(axis=0) * 2 >= len(lines)
+    present = np.array([~np.isnan(row.wall_ms) for row in rows], dtype=bool).reshape(len(rows), size)
+    kept = present.sum(axis=0) * 2 >= len(rows)
     if not kept.all():
-        absent = [rank for rank in range(size) if not kept[rank]]
-        missing.append(f"left out, as they recorded less than half of the steps: ranks {_few(absent)}")
+        absent = name_ranks([rank for rank in range(size) if not kept[rank]])
+        missing.append(f"left out, with less than half of the steps recorded: {absent}")
     whole = present[:, kept].all(axis=1) & kept.any()
     if not whole.all():
-        missing.append(f"{int((~whole).sum())} steps that a rank did not record are left out")
-    lines = [line for line, good in zip(lines, whole, strict=True) if good]
-    if len(lines) < LEAST_STEPS:
-        raise NotEnough(f"{len(lines)} complete measured steps are too few for a verdict: {LEAST_STEPS} are needed")
+        missing.append(f"left out, as a rank did not record them: {count(int((~whole).sum()), 'step')}")
+    rows = [row for row, good in zip(rows, whole, strict=True) if good]
+    if len(rows) < LEAST_STEPS:
+        there = f"{count(len(rows), 'complete measured step')} {'is' if len(rows) == 1 else 'are'}"
+        raise NotEnough(f"{there} too few for a verdict: {LEAST_STEPS} are needed")
     ranks = np.flatnonzero(kept)
-
-    def table(name: str, dtype: Any = np.float64) -> NDArray[Any]:
-        if kept.all():
-            return np.array([line[name] for line in lines], dtype=dtype)
-        return np.array([[line[name][rank] for rank in ranks] for line in lines], dtype=dtype)
-
-    # Whole nanoseconds of a clock that may have run for months do not fit a float: subtracted before.
-    wall_ms = (table("end_ns", np.int64) - table("start_ns", np.int64)) / 1e6
-    cells_ms = table("cells_ns", np.float32)
-    cells_ms /= np.float32(1e6)
-    has_gc = all(isinstance(line.get("gc_ns"), list) and len(line["gc_ns"]) == size for line in lines)
-    gc_ms = table("gc_ns") / 1e6 if has_gc else np.zeros_like(wall_ms)
-    tokens = [line["tokens"] for line in lines]
+    steps = np.array([row.step for row in rows], dtype=np.int64)
+    tokens = [row.tokens for row in rows]
     nodes, node_names = _nodes(facts, ranks)
     stages, roles = _roles(facts, ranks)
+    throttled_ms, steal_ms = _taken(events, facts, ranks, steps)
     return Evidence(
-        steps=np.array([line["step"] for line in lines], dtype=np.int64),
+        steps=steps,
         ranks=ranks,
-        wall_ms=wall_ms,
-        cells_ms=cells_ms,
-        gc_ms=np.nan_to_num(gc_ms),
+        wall_ms=np.stack([row.wall_ms[ranks] for row in rows]),
+        cells_ms=np.stack([row.cells_ms[ranks] for row in rows]),
+        gc_ms=np.stack([row.gc_ms[ranks] for row in rows]),
+        throttled_ms=throttled_ms,
+        steal_ms=steal_ms,
         tokens=np.array(tokens, dtype=np.float64) if all(tokens) else None,
         node_of=nodes,
         node_names=node_names,
         stage_of=stages,
         role_of=roles,
         collectives_known="collectives" not in (facts.get("missing") or {}),
-        uses=_uses(lines, ranks),
+        uses=_uses(rows),
         groups=tuple((group["name"], tuple(group["ranks"])) for group in facts["groups"]),
         workers=_whole((facts.get("config") or {}).get("workers")),
         link_bytes_per_s=_link(facts),
         write_s=_write_s(events, size),
         missing=tuple(missing),
     )
-
-
-def _few(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _whole(value: Any) -> int:
@@ -217,38 +250,45 @@ def _roles(facts: Mapping[str, Any], ranks: NDArray[np.int64]) -> tuple[NDArray[
         role = each.get("role") if isinstance(each, dict) else None
         role = role if isinstance(role, dict) else {}
         places.append((_whole(role.get("pp")), _whole(role.get("tp"))))
-    members = {place: places.count(place) for place in places}
-    # Who has no equal in its tensor-parallel place is compared with the others of its stage.
+    members = Counter(places)
+    # Where a tensor-parallel place has one rank, it has no equal: all ranks of that stage are held against each other.
+    alone = {stage for (stage, _), number in members.items() if number == 1}
     known: dict[tuple[int, int], int] = {}
-    roles = []
-    for stage, place in places:
-        key = (stage, place) if members[stage, place] > 1 else (stage, -1)
-        roles.append(known.setdefault(key, len(known)))
+    roles = [known.setdefault((stage, -1 if stage in alone else place), len(known)) for stage, place in places]
     return np.array([stage for stage, _ in places]), np.array(roles)
 
 
-def _uses(lines: Sequence[Mapping[str, Any]], ranks: NDArray[np.int64]) -> tuple[Use, ...]:
-    """Per group and operation, the median of what its members say."""
-    taken: dict[tuple[int, str], tuple[list[list[float]], ...]] = {}
-    for place, line in enumerate(lines):
-        for rank in ranks:
-            for group, operation, count, size, transfer_ns, _ in line["collectives"][rank]:
-                key = (group, operation)
-                if key not in taken:
-                    taken[key] = tuple([[] for _ in lines] for _ in range(3))
-                for column, value in zip(taken[key], (count, size, transfer_ns / 1e6), strict=True):
-                    column[place].append(value)
-    uses = []
-    for (group, operation), columns in sorted(taken.items()):
-        if all(columns[0]):  # an operation that is not in every step says little about a link
-            uses.append(Use(group, operation, *map(_medians, columns)))
-    return tuple(uses)
+def _uses(rows: Sequence[Row]) -> tuple[Use, ...]:
+    # An operation that is not in every step says little about a link.
+    every = [key for key in sorted(rows[0].uses) if all(key in row.uses for row in rows)]
+    return tuple(Use(*key, *np.array([row.uses[key] for row in rows], dtype=np.float64).T) for key in every)
 
 
-def _medians(column: list[list[float]]) -> Array:
-    if len({len(each) for each in column}) == 1:
-        return np.asarray(np.median(np.array(column, dtype=np.float64), axis=1))
-    return np.array([np.median(each) for each in column])
+def _taken(
+    events: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], ranks: NDArray[np.int64], steps: NDArray[np.int64]
+) -> tuple[Array, Array]:
+    """What a CPU quota and the hypervisor took from a rank, spread evenly over the steps of each `host` event."""
+    taken = np.zeros((2, len(steps), len(ranks)))
+    place_of = {int(rank): place for place, rank in enumerate(ranks)}
+    for event in events:
+        place = place_of.get(event.get("rank")) if event.get("event") == "host" else None  # type: ignore[arg-type]
+        first, last = event.get("first_step"), event.get("last_step")
+        if place is None or type(first) is not int or type(last) is not int or last < first:
+            continue
+        rows = (steps >= first) & (steps <= last)
+        for which, name in enumerate(("throttled_ms", "steal_ms")):
+            if is_number(event.get(name)):
+                # Stolen from all the cores that the rank may use, of which it uses one.
+                cores = 1 if name == "throttled_ms" else _cores(facts, int(ranks[place]))
+                taken[which, rows, place] += min(1e12, max(0.0, event[name])) / (last - first + 1) / cores
+    return taken[0], taken[1]
+
+
+def _cores(facts: Mapping[str, Any], rank: int) -> int:
+    described = facts.get("ranks")
+    each = described[rank] if isinstance(described, list) and rank < len(described) else None
+    cores = each.get("cores") if isinstance(each, dict) else None
+    return max(1, len(cores)) if isinstance(cores, list) else 1
 
 
 def _link(facts: Mapping[str, Any]) -> float | None:
@@ -264,6 +304,6 @@ def _write_s(events: Sequence[Mapping[str, Any]], size: int) -> tuple[float, ...
         if event.get("event") == "checkpoint"
         and isinstance(event.get("write_s"), list)
         and len(event["write_s"]) == size
-        and all(isinstance(each, (int, float)) for each in event["write_s"])
+        and all(is_number(each) and 0 <= each < 1e7 for each in event["write_s"])
     ]
     return tuple(sum(column) / len(written) for column in zip(*written, strict=True)) if written else ()

@@ -13,10 +13,11 @@ from bireme.verdict.evidence import Array
 from bireme.verdict.kinds import EFFECT, NOISES
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median / that of a mean, for normal noise
-_MAD = 1.4826  # median absolute deviation to standard deviation
+MAD = 1.4826  # median absolute deviation to standard deviation
 _ALARMS = 1e-4  # false alarms of a healthy run, by the noise alone
 _LEAST_WINDOW = 5
 _CLEARLY = 6.0  # times the remaining variance, by which a ramp must explain more than a step
+_MOST_POINTS = 200  # of a series in which a ramp is looked for: the time it takes grows with their square
 FEW_RANKS = 3  # of which one that takes turns with the others is slow in many steps
 _LEAST_STEPS = 10  # that an excess has to persist
 _HITS = 0.55  # of the steps of a stretch must show the excess
@@ -31,7 +32,7 @@ def noise_ms(series_ms: Array, own_ms: Array | None = None) -> float:
     if len(series_ms) < 2:
         return 0.0
     differences = np.diff(series_ms, axis=0)
-    noise = float(np.median(_MAD * np.median(np.abs(differences), axis=0) / math.sqrt(2)))
+    noise = float(np.median(MAD * np.median(np.abs(differences), axis=0) / math.sqrt(2)))
     if own_ms is not None:
         # Between the 10th and the 25th percentile of a normal distribution lie 0.607 standard deviations.
         low, quarter = np.quantile(own_ms, (0.1, 0.25), axis=0)
@@ -103,7 +104,8 @@ def _tested(
     error_ms = _MEDIAN_ERROR * noise / math.sqrt(steps)
     # Many ranks times many stretches are looked at: one of them is far out by chance.
     sigmas = max(NOISES, -NormalDist().inv_cdf(min(0.5, _ALARMS / max(1.0, trials))))
-    share = float((series >= EFFECT / 2 * local_ms).mean())
+    # Half of what it is in the middle: a rank that is slow every other step is no rank that is half as slow in all.
+    share = float((series >= max(EFFECT / 2 * local_ms, median_ms / 2)).mean())
     if median_ms < max(EFFECT * local_ms, sigmas * error_ms) or share < hits:
         return None
     return Stretch(column, start, end, median_ms, share, median_ms / error_ms if error_ms > 0 else math.inf)
@@ -129,7 +131,7 @@ def is_ramp(excess_ms: Sequence[float] | Array) -> tuple[int, float] | None:
     The windows' medians are fitted by a ramp between two levels (flat, straight, flat) and by a step; the ramp must be
     a quarter of the run long and explain clearly more.
     """
-    length = _LEAST_WINDOW
+    length = max(_LEAST_WINDOW, len(excess_ms) // _MOST_POINTS)
     points = windows(np.asarray(excess_ms, dtype=np.float64)[:, None], length)[:, 0]
     if len(points) < 8:
         return None

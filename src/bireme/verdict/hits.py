@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.ledger import PHASES, STATES
-from bireme.text import name_ranks
-from bireme.verdict.causes import GARBAGE, cause_of, name_cell
+from bireme.text import name_ranks, short
+from bireme.verdict.causes import GARBAGE, GARBAGE_ADVICE, cause_of, name_cell
 from bireme.verdict.evidence import Array, Evidence
-from bireme.verdict.excess import FEW_RANKS, noise_ms
+from bireme.verdict.excess import FEW_RANKS, MAD, noise_ms, window_length
 from bireme.verdict.kinds import CAUSED, DATA, EFFECT, ONE_OFF, RANK, Verdict
 from bireme.verdict.worth import caused_ms, saved_ms, share, what_if
 
@@ -78,15 +78,19 @@ def takes_turns(hits: Hits, ranks: int) -> bool:
     return most <= (_MOST_OF_TWO if ranks == 2 else _MOST) and changes >= _CHANGES
 
 
-def single_steps(evidence: Evidence, explained: Sequence[Verdict]) -> tuple[list[Verdict], bool]:
-    """Verdicts from steps that no persistent verdict explains, and whether ranks take turns."""
+def single_steps(evidence: Evidence, explained: Sequence[Verdict]) -> list[Verdict]:
+    """Verdicts from steps that no persistent verdict explains."""
     if len(evidence.ranks) < 2:
-        return _common_one_offs(evidence, set()), False
+        return _common_one_offs(evidence, set())
     peers, excess = evidence.peers_ms, evidence.excess_ms.copy()
     for verdict in explained:  # what is left of a rank that is slow all the time
-        inside = np.flatnonzero((evidence.steps >= verdict.first_step) & (evidence.steps <= verdict.last_step))
+        rows = np.flatnonzero((evidence.steps >= verdict.first_step) & (evidence.steps <= verdict.last_step))
+        # Where a stretch begins and ends is known to a window; the steps beside it are part of the same.
+        edge = window_length(len(excess), noise_ms(excess), evidence.typical_ms)
+        beside = np.r_[max(0, rows[0] - edge) : rows[0], rows[-1] + 1 : min(len(excess), rows[-1] + 1 + edge)]
         for column in evidence.columns(verdict.ranks):
-            excess[inside, column] -= _level(excess[inside, column])
+            excess[rows, column] -= _level(excess[rows, column])
+            excess[beside, column] = np.minimum(excess[beside, column], 0.0)
     hits = find_hits(evidence, excess)
     turn_hits = find_hits(evidence, excess, turns=True)
     turns = takes_turns(turn_hits, len(evidence.ranks))
@@ -99,7 +103,7 @@ def single_steps(evidence: Evidence, explained: Sequence[Verdict]) -> tuple[list
         verdicts = _one_offs(evidence, hits, excess)
         told = {step for verdict in verdicts for step in range(verdict.first_step, verdict.last_step + 1)}
         verdicts += _common_one_offs(evidence, told | set(evidence.steps[hits.hit].tolist()))
-    return verdicts, turns
+    return verdicts
 
 
 def _level(series: Array) -> Array:
@@ -171,9 +175,9 @@ def _garbage(evidence: Evidence, hits: Hits, peers: Array, excess: Array) -> lis
             last_step=last,
             confidence=float(min(1.0, len(any_paused) / max(1, int(hits.hit.sum())))),
             cause=GARBAGE,
-            sentence=f"Python's garbage collection stops {name_ranks(ranks)}: {each} for {mean_ms:.3g} ms in "
+            sentence=f"Python's garbage collection stops {name_ranks(ranks)}: {each} for {short(mean_ms)} ms in "
             f"{len(any_paused)} of {len(evidence.steps)} steps, and all others wait",
-            advice="collect on all ranks at the same step: --gc-every N (it freezes the long-lived objects first)",
+            advice=GARBAGE_ADVICE,
             evidence={
                 "pauses": int(sum(len(row) for row in rows)),
                 "mean_pause_ms": round(mean_ms, 3),
@@ -193,9 +197,10 @@ def _taking_turns(evidence: Evidence, hits: Hits) -> Verdict:
     ranks = tuple(sorted(int(evidence.ranks[column]) for column in counts))
     excess_ms = float(np.median(hits.excess_ms[rows]))
     over = np.mean([_cells_over(evidence, int(row), int(hits.leader[row])) for row in rows[:200]], axis=0)
-    cause = name_cell(evidence, over, 0.0, excess_ms)
+    cause = name_cell(evidence, over, excess_ms)
     first, last = int(evidence.steps[rows[0]]), int(evidence.steps[rows[-1]])
     most = max(counts.values()) / len(rows)
+    work = cause.state == "running"
     return Verdict(
         kind=DATA,
         ranks=ranks,
@@ -206,13 +211,14 @@ def _taking_turns(evidence: Evidence, hits: Hits) -> Verdict:
         first_step=first,
         last_step=last,
         confidence=float(hits.hit[(evidence.steps >= first) & (evidence.steps <= last)].mean()),
-        cause="uneven work",
-        sentence=f"another rank is the slowest from step to step: {name_ranks(ranks)} take turns, by {excess_ms:.3g} "
-        f"ms in "
-        f"{len(rows)} of {len(evidence.steps)} steps, most of it in {cause.phase}/{cause.state}",
+        cause="uneven work" if work else "uneven steps",
+        sentence=f"another rank is the slowest from step to step: {name_ranks(ranks)} take turns, by "
+        f"{short(excess_ms)} ms "
+        f"in {len(rows)} of {len(evidence.steps)} steps, most of it in {cause.phase}/{cause.state}",
         advice="give every rank the same amount of work in a step: pack or sort sequences by length, or share out "
-        "tokens "
-        "instead of samples",
+        "tokens instead of samples"
+        if work
+        else cause.advice.replace("this rank", "the rank that is slow"),
         evidence={
             "steps_with_a_slowest": len(rows),
             "most_often": {"rank": int(evidence.ranks[max(counts, key=lambda c: counts[c])]), "share": round(most, 3)},
@@ -260,9 +266,8 @@ def _again_and_again(evidence: Evidence, hits: Hits, peers: Array) -> list[Verdi
                 last_step=int(places[-1]),
                 confidence=float(number / len(rows)),
                 cause=cause.name,
-                sentence=f"rank {rank} on {node} takes {excess_ms:.3g} ms more of its own than its peers {often}, "
-                f"most of "
-                f"it in {cause.phase}/{cause.state}: {cause.name}",
+                sentence=f"rank {rank} on {node} takes {short(excess_ms)} ms more of its own than its peers {often}, "
+                f"most of it in {cause.phase}/{cause.state}: {cause.name}",
                 advice=advice,
                 evidence={
                     "slow_steps": int(number),
@@ -298,7 +303,7 @@ def _ordinal(number: int) -> str:
 def _one_offs(evidence: Evidence, hits: Hits, excess: Array) -> list[Verdict]:
     # Of many ranks one is far out in every step: what happens once is far out among those.
     usual = float(np.median(hits.excess_ms))
-    spread = 1.4826 * float(np.median(np.abs(hits.excess_ms - usual)))
+    spread = MAD * float(np.median(np.abs(hits.excess_ms - usual)))
     least = max(_ONCE * evidence.typical_ms, _ONCE_NOISES * hits.noise_ms, usual + _ONCE_NOISES * spread)
     rows = np.flatnonzero(hits.hit & (hits.excess_ms >= least))
     if not len(rows):
@@ -329,9 +334,8 @@ def _one_offs(evidence: Evidence, hits: Hits, excess: Array) -> list[Verdict]:
                 last_step=last,
                 confidence=1.0,
                 cause=cause.name,
-                sentence=f"once, {when}, {name_ranks(ranks)} took {excess_ms:.3g} ms more than its peers, most of it "
-                f"in "
-                f"{cause.phase}/{cause.state}: {cause.name}",
+                sentence=f"once, {when}, {name_ranks(ranks)} took {short(excess_ms)} ms more than its peers, most of "
+                f"it in {cause.phase}/{cause.state}: {cause.name}",
                 advice="",
                 evidence={"noise_ms": round(hits.noise_ms, 3), "typical_step_ms": round(evidence.typical_ms, 3)},
                 what_if=what_if(evidence, saved),
@@ -370,9 +374,8 @@ def _common_one_offs(evidence: Evidence, told: set[int]) -> list[Verdict]:
                 last_step=step,
                 confidence=1.0,
                 cause="all ranks at once",
-                sentence=f"once, in step {step}, all ranks took {over[row]:.3g} ms more than usual, most of it in "
-                f"{phase}/"
-                f"{state}",
+                sentence=f"once, in step {step}, all ranks took {short(over[row])} ms more than usual, most of it in "
+                f"{phase}/{state}",
                 evidence={"noise_ms": round(noise, 3), "typical_step_ms": round(evidence.typical_ms, 3)},
                 what_if=what_if(evidence, saved),
             )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bireme.text import short
 from bireme.verdict.culprits import persistent
 from bireme.verdict.evidence import Evidence
 from bireme.verdict.excess import noise_ms
@@ -26,7 +27,7 @@ def judge(evidence: Evidence, expected: Expected | None = None) -> list[Verdict]
     turns = takes_turns_in(evidence)
     persists = persistent(evidence, turns)
     stages = stage_verdicts(evidence)
-    single, _ = single_steps(evidence, persists)
+    single = single_steps(evidence, persists)
     shared = common(evidence, [*persists, *single])
     if shared:  # which explains steps that were slow for everybody
         single = [each for each in single if each.kind != ONE_OFF or len(each.ranks) < len(evidence.ranks)]
@@ -77,9 +78,8 @@ def _healthy(evidence: Evidence) -> Verdict:
         confidence=max(0.0, min(1.0, 1.0 - largest / (EFFECT * step_ms))) if step_ms > 0 else 0.0,
         sentence=f"healthy: no rank, node or link stands out (steps {first} to {last}). Rank {rank} takes most of its "
         f"own, "
-        f"{largest:.3g} ms ({largest * percent:.2g} %) more than its peers; from step to step that varies by "
-        f"{noise:.3g} ms "
-        f"({noise * percent:.2g} %)",
+        f"{short(largest)} ms ({short(largest * percent)} %) more than its peers; from step to step that varies by "
+        f"{short(noise)} ms ({short(noise * percent)} %)",
         evidence={
             "largest_excess": {"rank": rank, "ms": round(largest, 3)},
             "noise_ms": round(noise, 3),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bireme.ledger import LEAVE_TOGETHER, PHASES, STATES, TRANSFER, bus_bandwidth_factor
-from bireme.text import listed, name_ranks
+from bireme.text import listed, name_ranks, short
 from bireme.verdict.evidence import Array, Evidence, Use
 from bireme.verdict.excess import noise_ms, stretches, windows
 from bireme.verdict.kinds import EFFECT, LINK, Verdict
@@ -17,6 +17,7 @@ _THAN_BEFORE = 1.3
 _THAN_SIBLINGS = 1.4
 _BUSY = 1.4  # what a collective takes by itself: here it shares cores and sockets with training
 _THAN_NOMINAL = 2.0
+_TO_COMPARE = 5  # steps, at least
 _BEST = 0.2  # the quantile of a group's own history that says what its link can do
 # Of a shaped link's rate what gloo reaches as bus bandwidth when nothing is wrong (docs/links.md); it runs a
 # reduce-scatter as an all-reduce.
@@ -59,7 +60,7 @@ def _slow(evidence: Evidence, use: Use, expected: Expected | None) -> _Slow | No
         return None
     if float(np.median(use.bytes)) <= 0 or float(np.median(use.transfer_ms)) < EFFECT / 2 * evidence.typical_ms:
         return None
-    rate = use.bytes / np.maximum(use.transfer_ms, 1e-6)  # bytes per millisecond
+    rate = (use.bytes / np.maximum(use.transfer_ms, 1e-6))[use.transfer_ms > 0]  # bytes per millisecond
     best = float(np.quantile(windows(rate[:, None], 5), 1 - _BEST))
     candidates: list[tuple[Array, float, str]] = []  # what to expect, and how many times that is too slow
     if expected is not None:
@@ -121,12 +122,18 @@ def _verdict(evidence: Evidence, found: list[_Slow]) -> Verdict | None:
     name, ranks = evidence.groups[worst.use.group]
     known = set(evidence.ranks.tolist())
     columns = evidence.columns([rank for rank in ranks if rank in known])
+    if not columns:
+        return None
     # Of the slower transfer only what the step felt: the rest was hidden behind computing. In a step without a
     # straggler all members are exposed alike; where one waits less than the others, it is the least that counts.
     exposed = evidence.cells_ms[:, columns, TRANSFER :: len(STATES)].sum(axis=2, dtype=np.float64).min(axis=1)
     over = sum(np.maximum(each.use.transfer_ms - each.expected_ms, 0.0) for each in found)
     saved = np.zeros(len(evidence.steps))
-    saved[steps] = np.minimum(over, exposed)[steps]
+    # What was hidden before may be hidden still: no more than the step feels of it now and did not before.
+    outside = np.ones(len(saved), dtype=bool)
+    outside[steps] = False
+    before_ms = float(np.median(exposed[outside])) if outside.sum() >= _TO_COMPARE else 0.0
+    saved[steps] = np.minimum(over, np.maximum(exposed - before_ms, 0.0))[steps]
     excess_ms = float(np.median(saved[steps]))
     if excess_ms < EFFECT * float(np.median(evidence.step_ms[steps])):
         return None
@@ -157,11 +164,10 @@ def _verdict(evidence: Evidence, found: list[_Slow]) -> Verdict | None:
         confidence=worst.hits,
         cause="slow link",
         sentence=f"the link {between} is slow (steps {first} to {last}): {use.operation} of group {name} over "
-        f"{name_ranks(ranks)} reaches {now / 1e6:.3g} MB/s of bus bandwidth, {then / 1e6:.3g} MB/s "
+        f"{name_ranks(ranks)} reaches {short(now / 1e6)} MB/s of bus bandwidth, {short(then / 1e6)} MB/s "
         f"{known_by[worst.against]}",
         advice="measure it by itself with `bireme links`; look for another job on the network, a cable or port that "
-        "fell "
-        "back to a lower rate, and the interface that is used; or send less (docs/layouts.md)",
+        "fell back to a lower rate, and the interface that is used; or send less (docs/layouts.md)",
         evidence={
             "group": name,
             "operation": use.operation,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bireme.text import name_ranks
-from bireme.verdict.evidence import NotEnough, from_lines
+from bireme.text import name_ranks, short
+from bireme.verdict.evidence import NotEnough, Row, from_rows, row_of
 from bireme.verdict.judge import judge
 from bireme.verdict.kinds import DATA, DRIFT, HEALTHY, NODE, ONE_OFF, RANK, Verdict
 
@@ -36,8 +36,8 @@ class Change:
         if self.state != ENDED:
             worth = ""
             if verdict.what_if is not None and verdict.kind != ONE_OFF:
-                worth = f"; without it a step would take {verdict.what_if.step_ms:.3g} ms"
-            now = f" ({_latest(verdict):.3g} ms in the last steps)" if self.state == CHANGED else ""
+                worth = f"; without it a step would take {short(verdict.what_if.step_ms)} ms"
+            now = f" ({short(_latest(verdict))} ms in the last steps)" if self.state == CHANGED else ""
             advice = f". {_capital(verdict.advice)}" if verdict.advice else ""
             return f"{verdict.sentence}{now}{worth}{advice}"
         who = f"node {verdict.node}" if verdict.kind == NODE else name_ranks(verdict.ranks)
@@ -45,7 +45,7 @@ class Change:
             return f"over since step {verdict.last_step}: no rank is much slower than the others in a step any more"
         if verdict.kind in _ONE_CULPRIT:
             verb = "is" if verdict.kind == NODE or len(verdict.ranks) == 1 else "are"
-            return f"over since step {verdict.last_step}: {who} {verb} as fast as before ({verdict.cause})"
+            return f"over since step {verdict.last_step}: {who} {verb} no slower than its peers ({verdict.cause})"
         return f"over since step {verdict.last_step}: {verdict.cause}"
 
     def as_event(self) -> dict[str, Any]:
@@ -77,25 +77,26 @@ class LiveJudge:
     def __init__(self, facts: Mapping[str, Any], clock: Callable[[], float] = time.monotonic):
         self._facts = facts
         self._clock = clock
-        self._lines: deque[Mapping[str, Any]] = deque(maxlen=_KEPT_STEPS)
+        self._rows: deque[Row] = deque(maxlen=_KEPT_STEPS)
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_KEPT_STEPS)
         self._new = 0
         self._not_before = 0.0
         self._open: list[_Open] = []
-        self._pending: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._pending: dict[tuple[Any, ...], int] = {}
         self._told_once: set[int] = set()
 
     def add(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> list[Change]:
-        measured = [line for line in lines if line["skipped"] is None]
-        self._lines.extend(measured)
-        self._events.extend(event for event in events if event.get("event") == "checkpoint")
+        # Not the lines: lists of numbers by the million would make the garbage collections that verdicts are about.
+        measured = [row_of(line) for line in lines if line["skipped"] is None]
+        self._rows.extend(measured)
+        self._events.extend(event for event in events if event.get("event") in ("checkpoint", "host"))
         self._new += len(measured)
         began = self._clock()
-        if self._new < _EVERY_STEPS or len(self._lines) < _LEAST_STEPS or began < self._not_before:
+        if self._new < _EVERY_STEPS or len(self._rows) < _LEAST_STEPS or began < self._not_before:
             return []
         self._new = 0
         try:
-            evidence = from_lines(list(self._lines), self._facts, list(self._events))
+            evidence = from_rows(list(self._rows), self._facts, list(self._events))
             verdicts = judge(evidence)
         except NotEnough:
             return []
@@ -108,16 +109,16 @@ class LiveJudge:
         changes = self._once([verdict for verdict in recent if verdict.kind == ONE_OFF], now)
         lasting = [verdict for verdict in recent if verdict.kind != ONE_OFF]
         past = [verdict for verdict in verdicts if verdict.last_step < now - _RECENT_STEPS]
+        matches = self._matches(lasting)
         for each in list(self._open):
-            match = next((verdict for verdict in lasting if _same_culprit(each.verdict, verdict)), None)
+            match = matches.get(id(each))
             if match is None:
                 each.gone += 1
-                over = next((verdict for verdict in past if _same_culprit(each.verdict, verdict)), None)
+                over = next((verdict for verdict in past if _same_thing(each.verdict, verdict)), None)
                 if over is not None or each.gone >= _TWICE:
                     self._open.remove(each)
                     changes.append(Change(ENDED, over or each.verdict, now))
                 continue
-            lasting.remove(match)
             each.gone = 0
             each.unlike = each.unlike + 1 if _is_other(each.verdict, match) else 0
             if each.unlike >= _TWICE:
@@ -126,7 +127,8 @@ class LiveJudge:
                 changes.append(Change(CHANGED, match, now))
             elif not each.unlike:
                 each.verdict = match
-        seen = {(verdict.kind, verdict.ranks): verdict for verdict in lasting}
+        matched = {id(match) for match in matches.values()}
+        seen = {_key(verdict): verdict for verdict in lasting if id(verdict) not in matched}
         self._pending = {key: self._pending.get(key, 0) + 1 for key in seen}
         for key, verdict in seen.items():
             # What is large needs no second look.
@@ -136,6 +138,18 @@ class LiveJudge:
                 changes.append(Change(STARTED, verdict, now))
         return changes
 
+    def _matches(self, verdicts: Sequence[Verdict]) -> dict[int, Verdict]:
+        """By identity of the open verdict: what it is now. The same culprit in the same phase first, as several things
+        may be wrong with the same ranks."""
+        left, matches = list(verdicts), {}
+        for alike in (_same_thing, _same_culprit):
+            for each in self._open:
+                match = next((verdict for verdict in left if alike(each.verdict, verdict)), None)
+                if id(each) not in matches and match is not None:
+                    matches[id(each)] = match
+                    left = [verdict for verdict in left if verdict is not match]
+        return matches
+
     def _once(self, verdicts: Sequence[Verdict], now: int) -> list[Change]:
         new = [verdict for verdict in verdicts if verdict.first_step not in self._told_once]
         self._told_once |= {step for verdict in new for step in range(verdict.first_step, verdict.last_step + 1)}
@@ -143,9 +157,19 @@ class LiveJudge:
         return [Change(STARTED, verdict, now) for verdict in new]
 
 
+def _key(verdict: Verdict) -> tuple[Any, ...]:
+    return verdict.kind, verdict.ranks, verdict.phase
+
+
+def _same_thing(a: Verdict, b: Verdict) -> bool:
+    return a.phase == b.phase and _same_culprit(a, b)
+
+
 def _same_culprit(a: Verdict, b: Verdict) -> bool:
+    """Of a rank and its node, too; but what holds up all ranks is no rank."""
     if a.kind in _ONE_CULPRIT and b.kind in _ONE_CULPRIT:
-        return bool(set(a.ranks) & set(b.ranks)) or (not a.ranks and not b.ranks)
+        smaller, larger = sorted((set(a.ranks), set(b.ranks)), key=len)
+        return smaller <= larger and (a.kind == b.kind == RANK) <= (len(smaller) == len(larger))
     return a.kind == b.kind
 
 

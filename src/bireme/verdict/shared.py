@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.ledger import PHASES, STATES
+from bireme.text import short
 from bireme.verdict.causes import name_cell
 from bireme.verdict.evidence import Evidence
 from bireme.verdict.excess import is_ramp, noise_ms
@@ -34,12 +35,14 @@ def _phase(evidence: Evidence, name: str, of: NDArray[np.bool_]) -> Verdict | No
     if cost < EFFECT:
         return None
     rows = np.flatnonzero(spent >= max(EFFECT * evidence.typical_ms, 0.3 * float(spent.max())))
+    if not len(rows):  # many short steps with little of it each, and a few long ones
+        return None
     period = period_of(evidence.steps[rows])
     saved = spent.copy()
     cells = evidence.cells_ms[rows].mean(axis=(0, 1), dtype=np.float64)
     inside = np.zeros_like(cells)
     inside[phase * len(STATES) : (phase + 1) * len(STATES)] = cells[phase * len(STATES) : (phase + 1) * len(STATES)]
-    cause = name_cell(evidence, inside, 0.0, float(spent[rows].mean()))
+    cause = name_cell(evidence, inside, float(spent[rows].mean()))
     ranks = tuple(int(rank) for rank in evidence.ranks)
     advice, of_all = cause.advice.replace("this rank's ", "the "), "all ranks"
     node = None
@@ -48,13 +51,20 @@ def _phase(evidence: Evidence, name: str, of: NDArray[np.bool_]) -> Verdict | No
     if name == "checkpoint" and len(evidence.write_s) > 1:
         slowest = int(np.argmax(evidence.write_s))
         others = [each for rank, each in enumerate(evidence.write_s) if rank != slowest]
-        if evidence.write_s[slowest] >= _SLOWER_WRITER * float(np.median(others)) and slowest in evidence.ranks:
+        later_s = evidence.write_s[slowest] - float(np.median(others))
+        # A rank with nothing to write takes no time, and what takes no time holds nobody up.
+        explains = later_s >= 0.5 * float(spent[rows].mean()) / 1e3
+        if (
+            explains
+            and evidence.write_s[slowest] >= _SLOWER_WRITER * float(np.median(others))
+            and slowest in evidence.ranks
+        ):
             ranks = (slowest,)
             node = evidence.node_names[evidence.node_of[evidence.columns([slowest])[0]]]
             of_all = (
-                f"all ranks (rank {slowest} on {node} writes for {evidence.write_s[slowest]:.3g} s, the others for "
+                f"all ranks (rank {slowest} on {node} writes for {short(evidence.write_s[slowest])} s, the others for "
             )
-            of_all += f"{np.median(others):.3g} s)"
+            of_all += f"{short(np.median(others))} s)"
     often = f", every {period[0]} steps" if period else ""
     first, last = int(evidence.steps[rows[0]]), int(evidence.steps[rows[-1]])
     return Verdict(
@@ -69,8 +79,8 @@ def _phase(evidence: Evidence, name: str, of: NDArray[np.bool_]) -> Verdict | No
         last_step=last,
         confidence=period[1] if period else float(len(rows) / max(1, rows[-1] - rows[0] + 1)),
         cause=cause.name,
-        sentence=f"{name} holds up {of_all}: {spent[rows].mean():.3g} ms in {len(rows)} of {len(evidence.steps)} "
-        f"steps{often}, {100 * cost:.3g} % of the time",
+        sentence=f"{name} holds up {of_all}: {short(spent[rows].mean())} ms in {len(rows)} of {len(evidence.steps)} "
+        f"steps{often}, {short(100 * cost)} % of the time",
         advice=advice,
         evidence={
             "slow_steps": len(rows),
@@ -100,7 +110,7 @@ def _slower_together(evidence: Evidence) -> Verdict | None:
     over = np.median(late.mean(axis=0, dtype=np.float64), axis=0) - np.median(
         early.mean(axis=0, dtype=np.float64), axis=0
     )
-    cause = name_cell(evidence, over, 0.0, rise)
+    cause = name_cell(evidence, over, rise)
     if cause.state != "running":  # a machine that is shared is busier at one time than at another: that is no drift
         return None
     first, last = int(evidence.steps[begin]), int(evidence.steps[-1])
@@ -115,9 +125,8 @@ def _slower_together(evidence: Evidence) -> Verdict | None:
         last_step=last,
         confidence=float((own[begin:] >= usual + 0.25 * rise).mean()),
         cause="gets slower bit by bit",
-        sentence=f"all ranks get slower together since step {first}: by {rise:.3g} ms of {usual:.3g} ms by step "
-        f"{last}, "
-        f"most of it in {cause.phase}/{cause.state}",
+        sentence=f"all ranks get slower together since step {first}: by {short(rise)} ms of {short(usual)} ms by step "
+        f"{last}, most of it in {cause.phase}/{cause.state}",
         advice="look for heat or power limits of all machines, memory that fills up, or work that grows from step to "
         "step",
         evidence={"own_at_first_ms": round(usual, 3), "rise_ms": round(rise, 3), "noise_ms": round(noise, 3)},

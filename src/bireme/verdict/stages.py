@@ -3,7 +3,7 @@
 import numpy as np
 
 from bireme.ledger import PHASES, RUNNING, STATES
-from bireme.text import rank_list
+from bireme.text import rank_list, short
 from bireme.verdict.causes import name_cell
 from bireme.verdict.evidence import Evidence
 from bireme.verdict.excess import FEW_RANKS, noise_ms, stretches
@@ -22,7 +22,8 @@ def stage_verdicts(evidence: Evidence) -> list[Verdict]:
     if len(stages) < 2:
         return []
     members = [np.flatnonzero(evidence.stage_of == stage) for stage in stages]
-    own = np.stack([np.median(evidence.own_ms[:, columns], axis=1) for columns in members], axis=1)  # (T, stages)
+    # The fastest rank of a stage tells its work: one that is slow by itself is not its stage.
+    own = np.stack([evidence.own_ms[:, columns].min(axis=1) for columns in members], axis=1)  # (T, stages)
     others = np.stack([np.median(np.delete(own, each, axis=1), axis=1) for each in range(len(stages))], axis=1)
     excess = own - others
     verdicts = []
@@ -38,7 +39,7 @@ def stage_verdicts(evidence: Evidence) -> list[Verdict]:
         is_work = is_work and stretch.end - stretch.start >= _WHOLE * len(evidence.steps)
         if not is_work and len(columns) > 1:
             continue  # its ranks have peers of their own
-        cause = name_cell(evidence, over, 0.0, stretch.excess_ms)
+        cause = name_cell(evidence, over, stretch.excess_ms)
         saved = np.zeros(len(evidence.steps))
         if is_work:  # spread over all stages
             saved[steps] = own[steps].max(axis=1) - own[steps].mean(axis=1)
@@ -53,15 +54,16 @@ def stage_verdicts(evidence: Evidence) -> list[Verdict]:
         stage = int(stages[stretch.column])
         what = f"stage {stage} (rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)})"
         if is_work:
-            sentence = f"{what} has more work than the other stages: {stretch.excess_ms:.3g} ms a step of its own more"
+            sentence = f"{what} has more work than the other stages: {short(stretch.excess_ms)} ms a step of its own "
+            "more"
             advice = (
                 "move layers from this stage to the others, or take a schedule with several stages a rank (interleaved)"
             )
             cause_name = "more work in this stage"
         else:
             sentence = (
-                f"rank {ranks[0]} on {node}, alone in stage {stage}, takes {stretch.excess_ms:.3g} ms more of its own "
-                f"in a "
+                f"rank {ranks[0]} on {node}, alone in stage {stage}, takes {short(stretch.excess_ms)} ms more of its "
+                f"own in a "
                 f"step than the other stages (steps {first} to {last}), most of it in {cause.phase}/{cause.state}: "
                 f"{cause.name}"
             )
