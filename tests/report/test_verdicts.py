@@ -142,11 +142,12 @@ def test_damaged_lines_are_left_out_and_the_rest_is_judged(
 
 
 def test_damaged_events_are_no_evidence(make_run: Callable[..., Run]) -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "checkpoint", "write_s": value}
         for value in ([True, 1], [-1, 2], [1e308, 1], ["x", 1], [1], None, [None, 1])
     ]
     events += [{"event": "host", "rank": 1, "first_step": 1, "last_step": 30, "steal_ms": 1e308, "throttled_ms": None}]
-    rows = [[{"checkpoint/blocked": 60.0, "forward/running": 100.0}] * 2 for _ in range(30)]
+    cells = {"checkpoint/blocked": 60.0, "forward/running": 100.0}
+    rows: list[list[dict[str, float] | None]] = [[cells, cells] for _ in range(30)]
     (verdict,) = summarise(make_run(rows, events=events))["verdicts"]
     assert verdict["ranks"] == [0, 1] and "inf" not in verdict["sentence"]
