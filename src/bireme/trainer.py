@@ -114,6 +114,7 @@ class Trainer:
         return Setting(
             node_of=[str(each["node"]) for each in world.ranks],
             steps=config.steps,
+            first_step=self.first_step,
             stage_of=stages,
             checkpoint_every=config.checkpoint_every,
             emulated=bool(os.environ.get("BIREME_NODE")) and os.environ.get("BIREME_LINK", UNSHAPED) != UNSHAPED,

@@ -230,7 +230,7 @@ GRAMMAR = "write it as in kind="
             ["sleep knows no phase 'forwrd'", "did you mean 'forward'?", "input, forward"],
         ),
         ("kind=compute,ms=1,phase=checkpoint", ["compute knows no phase 'checkpoint'", "input, forward, backward"]),
-        ("kind=sleep,ms=-1", ["ms='-1' is not a number above 0 and up to 3.6e+06"]),
+        ("kind=sleep,ms=-1", ["ms='-1' is not a number above 0 and up to 3600000"]),
         ("kind=sleep,ms=0", ["ms='0' is not a number above 0"]),
         ("kind=sleep,ms=nan", ["ms='nan' is not a number"]),
         ("kind=sleep,ms=inf", ["ms='inf' is not a number"]),

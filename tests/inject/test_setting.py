@@ -76,6 +76,9 @@ def test_contention_is_on_a_core_of_each_ranks_own() -> None:
         ("kind=imbalance,ms=1,rank=1", {}, ["imbalance needs two ranks or more"]),
         ("kind=mismatch,steps=1", {"node_of": ["a"], "stage_of": [0]}, ["mismatch needs two ranks or more"]),
         ("kind=compute,factor=2", {"cuda": True}, ["factor is measured on a CPU: on a GPU say ms"]),
+        ("kind=compute,factor=2,steps=1:3", {}, ["acts from step 4 on"]),
+        ("kind=compute,factor=2,steps=13", {"first_step": 11}, ["acts from step 14 on"]),
+        ("kind=drift,ms=5,steps=10", {}, ["a drift grows from step to step"]),
     ],
 )
 def test_what_the_run_does_not_have_is_one_line(text: str, changed: dict[str, Any], said: list[str]) -> None:
@@ -106,6 +109,14 @@ def test_two_that_contradict_each_other_are_refused(one: str, other: str) -> Non
         line = str(caught.value)
         assert one in line and other in line and "contradicts" in line and "different steps=" in line
         assert "\n" not in line
+
+
+def test_a_pause_would_wake_a_rank_that_was_stopped() -> None:
+    one, other = "kind=pause,rank=1,ms=10,steps=1:3", "kind=stop,rank=1,steps=20"
+    for texts in ((one, other), (other, one)):
+        with pytest.raises(UserError, match="a pause would let rank 1 go on"):
+            resolved(*texts)
+    assert len(resolved(one, "kind=stop,rank=0,steps=20")) == 2
 
 
 def test_what_does_not_contradict_is_allowed() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bireme.errors import UserError, nearest
 from bireme.ledger import PHASES
+from bireme.text import short
 
 _WORKING = ("input", "forward", "backward", "optimizer")
 _COMMON = ("kind", "rank", "node", "steps", "every", "prob", "seed")
@@ -244,7 +245,7 @@ def _parse(text: str) -> Injection:
     if name == "pause":
         period_ms = fields.setdefault("period_ms", 100.0)
         if fields["ms"] >= period_ms:
-            raise mistake(text, f"ms must be below period_ms, which is {period_ms:g}", kind.example)
+            raise mistake(text, f"ms must be below period_ms, which is {short(period_ms)}", kind.example)
     return Injection(text=text, **fields)
 
 
@@ -291,7 +292,7 @@ def _number(text: str, key: str, value: str, above: float, most: float) -> float
     plain = re.fullmatch(r"(\d{1,15}(\.\d{0,15})?|\.\d{1,15})(e[+-]?\d{1,2})?", value, re.IGNORECASE | re.ASCII)
     number = float(value) if plain else 0.0
     if not above < number <= most:
-        raise mistake(text, f"{key}={value[:40]!r} is not a number above {above:g} and up to {most:g}")
+        raise mistake(text, f"{key}={value[:40]!r} is not a number above {short(above)} and up to {short(most)}")
     return number
 
 

@@ -13,15 +13,13 @@ from bireme.environment import UNSHAPED
 from bireme.inject.failures import failure
 from bireme.inject.grammar import KINDS, WORK, Injection, mistake
 from bireme.inject.helpers import BUSY, PAUSE, Helper, Pin
+from bireme.inject.setting import MEASURED_STEPS
 from bireme.inject.straggler import Straggler
 from bireme.namespaces import INTERFACE, NoNetem, shape
 from bireme.nodes import parse_delay, parse_rate
 
 PhaseOf = Callable[[str], AbstractContextManager[Any]]
 
-# Of the first steps of a start: a factor multiplies what the phase takes in them. The first one compiles, allocates
-# and connects.
-_MEASURED_STEPS = (2, 3)
 _SLEEPS = ("sleep", "jitter")
 # How much longer than usual a step may take for each time that a factor makes it longer.
 _SILENT_MS = 20_000.0
@@ -113,7 +111,7 @@ class Injector:
     def phases(self, phase_of: PhaseOf) -> PhaseOf:
         """The `with` blocks of the phases: the given ones themselves, but for the steps in which a factor measures
         what the phases take by themselves."""
-        if not self._measures or self._begun not in _MEASURED_STEPS:
+        if not self._measures or self._begun not in MEASURED_STEPS:
             return phase_of
 
         @contextlib.contextmanager
@@ -188,9 +186,9 @@ class Injector:
     def _work_ms(self, injection: Injection, phase: str, step: int) -> float:
         if injection.factor is None:
             return injection.planted_ms(step, self._rank)
-        if self._begun <= _MEASURED_STEPS[-1]:
+        if self._begun <= MEASURED_STEPS[-1]:
             return 0.0
-        return (injection.factor - 1) * self._cpu_ns.get(phase, 0) / 1e6 / len(_MEASURED_STEPS)
+        return (injection.factor - 1) * self._cpu_ns.get(phase, 0) / 1e6 / len(MEASURED_STEPS)
 
 
 def longest_delay_ms(injections: Sequence[Injection], straggler: Straggler | None) -> float:

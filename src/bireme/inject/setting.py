@@ -10,6 +10,11 @@ from bireme.inject.straggler import Straggler
 from bireme.nodes import parse_delay, parse_rate
 from bireme.text import count, listed, name_ranks
 
+_EXAMPLE = KINDS["stop"].example
+# Of the first steps of a start: a factor multiplies what the phase takes in them. The first one compiles, allocates
+# and connects.
+MEASURED_STEPS = (2, 3)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -17,6 +22,7 @@ class Setting:
 
     node_of: Sequence[str]  # by rank, the name of its node
     steps: int  # the last step of the run
+    first_step: int = 1  # of this start
     stage_of: Sequence[int] = ()  # by rank, its place in the pipeline; empty without one
     checkpoint_every: int = 0
     emulated: bool = False  # nodes that have links with a rate of their own
@@ -71,6 +77,13 @@ def _resolve(injection: Injection, setting: Setting) -> Injection:
         _check_link(injection, setting)
     if injection.kind in ("mismatch", "imbalance") and (setting.size if injection.failure else len(ranks)) < 2:
         raise mistake(text, f"{injection.kind} needs two ranks or more", kind.example)
+    if injection.kind == "drift" and injection.last == injection.first:
+        raise mistake(text, "a drift grows from step to step: give it several", kind.example)
+    acts_from = setting.first_step + MEASURED_STEPS[-1]
+    if injection.factor is not None and injection.last is not None and injection.last < acts_from:
+        raise mistake(
+            text, f"a factor is measured first and acts from step {acts_from} on: say ms, or later steps", kind.example
+        )
     if injection.factor is not None and setting.cuda:
         raise mistake(text, "factor is measured on a CPU: on a GPU say ms", kind.example)
     cores = None
@@ -139,6 +152,13 @@ def _check_link(injection: Injection, setting: Setting) -> None:
 def _check_pair(one: Injection, other: Injection) -> None:
     if one.kind == other.kind == "link":
         shared = one.node if one.node == other.node else None
+    elif {one.kind, other.kind} == {"pause", "stop"}:
+        ranks = sorted({*one.ranks} & {*other.ranks})
+        if ranks:  # whenever: the next pause ends with a signal to go on
+            raise mistake(
+                other.text, f"it contradicts {one.text[:90]!r}: a pause would let {name_ranks(ranks)} go on", _EXAMPLE
+            )
+        return
     else:
         alike = (one.failure and other.failure) or (one.kind, one.phase) == (other.kind, other.phase)
         ranks = sorted({*one.ranks} & {*other.ranks}) if alike else []
