@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Any
 from bireme.run_reader import read_run
 
 if TYPE_CHECKING:
-    from benchmarks.run_scores import CROWDED, GRID, HEALTHY_RUN, JITTERY_RUN, WHAT_IF, RunScore, score_run
+    from benchmarks.run_scores import (
+        CROWDED,
+        GRID,
+        HEALTHY_RUN,
+        JITTERY_RUN,
+        MOST_BY_OTHERS,
+        WHAT_IF,
+        RunScore,
+        score_run,
+    )
 else:
-    from run_scores import CROWDED, GRID, HEALTHY_RUN, JITTERY_RUN, WHAT_IF, RunScore, score_run
+    from run_scores import CROWDED, GRID, HEALTHY_RUN, JITTERY_RUN, MOST_BY_OTHERS, WHAT_IF, RunScore, score_run
 
 FIRST = 16  # step from which something is planted: what comes before says what a clean step takes
 TIMEOUT_S = 300.0
@@ -222,6 +231,18 @@ def _run(command: Sequence[str], output: Path) -> str | None:
     if code:
         return f"exit code {code}: {output.read_text(errors='replace').strip()[-400:]}"
     return None
+
+
+def wait_for_quiet(patience_s: float) -> None:
+    """Until other processes leave the cores alone, or patience ends."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        shares: dict[str, float] = {}
+        with _host(shares):
+            time.sleep(5.0)  # they come and go
+        if shares["others"] <= MOST_BY_OTHERS / 2:
+            return
+        time.sleep(5.0)
 
 
 @contextmanager

@@ -55,10 +55,11 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
     """Returns in the process of a rank with what it is to do, and in the resident at the end, with nothing."""
     parent = os.getppid()
     jobs: dict[int, _Job] = {}
+    door = listening.fileno()
     while os.getppid() == parent:
-        readable, _, _ = select.select([listening, *jobs], [], [], _TURN_S)
+        readable, _, _ = select.select([door, *jobs], [], [], _TURN_S)
         for each in readable:
-            if each is listening:
+            if each == door:
                 connection, _ = listening.accept()
                 jobs[connection.fileno()] = _Job(connection)
                 continue
@@ -137,7 +138,7 @@ def _note_the_moment(planted: Path) -> None:
             planted.write_text(str(time.monotonic_ns()))
         return answer
 
-    injector.failure = failure
+    injector.failure = failure  # type: ignore[assignment]
     injector.Injector.leaves = noted_leaves  # type: ignore[method-assign]
 
 

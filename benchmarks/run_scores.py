@@ -13,6 +13,7 @@ from bireme.verdict.kinds import DATA, DRIFT, HEALTHY, LINK, NODE, ONE_OFF, RANK
 
 GRID, CROWDED, HEALTHY_RUN, JITTERY_RUN, WHAT_IF = "grid", "crowded", "healthy", "jittery", "what-if"
 NO_ALARM = (HEALTHY, ONE_OFF)
+MOST_BY_OTHERS = 0.15  # of all cores' time: with less left over there are more ranks than cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class RunScore:
     predicted_ms: float | None = None  # the median step, were it not for the culprit
     host: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes took so much of the cores that the run is no trial of anything."""
+        return self.host.get("others", 0.0) > MOST_BY_OTHERS
 
     @property
     def right(self) -> bool:

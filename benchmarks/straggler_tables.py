@@ -236,12 +236,13 @@ def _flaws(scores: Sequence[RunScore]) -> list[str]:
 def real_part(scores: Sequence[RunScore]) -> Part:
     part = Part("real", wrong=_flaws(scores))
     mine = [score for score in scores if score.group == GRID]
-    strong = [score for score in mine if score.effect is None or score.effect >= LEAST_EFFECT]
+    counted = [score for score in mine if not score.disturbed]
+    strong = [score for score in counted if score.effect is None or score.effect >= LEAST_EFFECT]
     if mine:
         missed = len(strong) - sum(score.right for score in strong)
         part.promise(f"wrong culprit or phase, of {len(strong)} runs", float(missed), ".0f", most=0)
     names: dict[str, list[RunScore]] = {}
-    for score in scores:
+    for score in [*counted, *(score for score in scores if score.group != GRID)]:
         name = score.name.split(" ", 1)[1] if score.group == GRID else f"{score.name} (4 ranks, 2 nodes)"
         for end in (", rank 0", ", rank 1", ", node 0", ", node 1"):
             name = name.removesuffix(end)
@@ -259,6 +260,9 @@ def real_part(scores: Sequence[RunScore]) -> Part:
     )
     rows = [_run_row(name, group) for name, group in names.items()]
     rows.append(_run_row(f"all with 2 ranks, effect {100 * LEAST_EFFECT:.0f} % and more", strong))
+    disturbed = [score for score in mine if score.disturbed]
+    if disturbed:
+        rows.append(_run_row("not counted: other processes took the cores", disturbed))
     part.tables.append(Shown("Real runs; steps to detect: median (90th percentile), live", heading, rows))
     return part
 
@@ -284,7 +288,8 @@ def controls_part(scores: Sequence[RunScore]) -> Part:
     part = Part("controls", wrong=_flaws(scores))
     rows = []
     for group in (HEALTHY_RUN, JITTERY_RUN):
-        mine = [score for score in scores if score.group == group]
+        all_of_group = [score for score in scores if score.group == group]
+        mine = [score for score in all_of_group if not score.disturbed]
         if not mine:
             continue
         alarmed = [score for score in mine if not score.right]
@@ -321,10 +326,13 @@ def controls_part(scores: Sequence[RunScore]) -> Part:
 def what_if_part(scores: Sequence[RunScore]) -> Part:
     """Each injected run's prediction against the clean runs before and after it."""
     part = Part("what-if", wrong=_flaws(scores))
-    clean = [score.step_ms for score in scores if score.name.endswith("clean") and score.step_ms]
+    quiet = [score for score in scores if not score.disturbed]
+    clean = [score.step_ms for score in quiet if score.name.endswith("clean") and score.step_ms]
     cases: dict[str, list[tuple[float, float, float]]] = {}
     for before, score, after in zip(scores, scores[1:], scores[2:], strict=False):
         name = score.name.split(" ", 1)[1]
+        if any(each.disturbed for each in (before, score, after)):
+            continue
         if name != "clean" and score.predicted_ms and score.step_ms and before.step_ms and after.step_ms:
             measured = (before.step_ms + after.step_ms) / 2
             cases.setdefault(name, []).append((score.step_ms, score.predicted_ms, measured))

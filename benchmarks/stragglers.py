@@ -4,14 +4,16 @@
     python benchmarks/stragglers.py --only synthetic         # other cases each time; three minutes
 
 Real runs that are finished are kept in runs/benchmarks/stragglers.json and not repeated for the same seed, so this can
-be done in pieces (--fresh repeats them); the records of those with a wrong verdict are kept beside it. --write renews
-the tables of docs/accuracy.md. Exit code 1 when a promised number is missed.
+be done in pieces (--fresh repeats them); the records of those with a wrong verdict are kept beside it. A run whose
+cores were taken by other processes does not count, and is repeated the next time. --write renews the tables of
+docs/accuracy.md. Exit code 1 when a promised number is missed.
 """
 
 import argparse
 import os
 import secrets
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -47,6 +49,7 @@ PARTS = ("synthetic", "real", "controls", "what-if")
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and not without the ranks
     console = Console(soft_wrap=True)
     parts = [options.only] if options.only else list(PARTS)
     known = {} if options.quick or not RESULTS.exists() else orjson.loads(RESULTS.read_bytes())
@@ -89,6 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--real-trials", type=int, default=44, help="of the grid, which has 44 and then begins again")
     parser.add_argument("--control-trials", type=int, default=10, help="healthy runs, and as many jittery ones")
     parser.add_argument("--rounds", type=int, default=3, help="of every what-if case, each between two clean runs")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait before each run for an idle machine")
     parser.add_argument("--fresh", action="store_true", help="repeat real runs that are finished already")
     parser.add_argument(
         "--quick", action="store_true", help="a few of each: to see it work, not to judge by; keeps nothing"
@@ -166,15 +170,19 @@ def _run(trials: Sequence[Any], known: dict[str, Any], options: argparse.Namespa
     scores = []
     with tempfile.TemporaryDirectory(prefix="bireme-stragglers-") as scratch:
         for number, trial in enumerate(trials):
-            if trial.key in finished and not options.fresh:
-                scores.append(RunScore(**finished[trial.key]))
+            before = RunScore(**finished[trial.key]) if trial.key in finished else None
+            if before is not None and not before.disturbed and not options.fresh:
+                scores.append(before)
                 continue
+            injected_runs.wait_for_quiet(options.wait)
             score = injected_runs.run_trial(trial, Path(scratch), WRONG)
             scores.append(score)
             if not options.quick:
                 finished[trial.key] = asdict(score)
                 _save(known)
-            word = "" if score.group == injected_runs.WHAT_IF else "right" if score.right else "WRONG"
+            word = "right" if score.right else "WRONG"
+            if score.disturbed or trial.name.endswith("clean"):
+                word = "does not count: other processes took the cores" if score.disturbed else ""
             detail = score.problem or "; ".join(score.wrong)
             console.print(
                 f"{number + 1}/{len(trials)} {trial.group}: {trial.name}  {score.given} {word}  "

@@ -66,6 +66,11 @@ def fail(watch: HangWatch) -> None:
         os._exit(3)
     elif kind == "raise":
         raise ValueError("no such \x1b[31mtensor")
+    elif kind == "late":
+        error = ValueError("the first")
+        watch.ended("raised", error)
+        until_said("its error:")
+        raise error
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind in ("hang", "abort"):

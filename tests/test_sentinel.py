@@ -22,6 +22,7 @@ SAID = {
     "kill": "was killed by signal 9",
     "exit": "ended with exit code 3",
     "raise": "its error:",
+    "late": "it began with",
     "stop": "is stopped",
     "hang": "where rank 1 is",
     "spin": "has been computing",
@@ -122,6 +123,16 @@ def test_the_first_error_comes_last_and_cannot_drive_the_terminal(jobs: dict[str
     jobs["raise"].wait(0), jobs["raise"].wait(1)
     block = said[said.index("bireme: rank 1") :]
     assert "in fail" in block and block.count("bireme: ") == 1
+
+
+def test_what_other_ranks_say_later_is_not_the_last_word(jobs: dict[str, Job]) -> None:
+    """A rank that has failed takes its time to end, and only then do others notice."""
+    jobs["late"].wait(0), jobs["late"].wait(1)
+    jobs["late"].wait_said()
+    lines = (jobs["late"].directory / "err-0").read_text().splitlines()
+    assert lines[0].endswith("failed in step 3, forward: ValueError: the first")
+    assert "RuntimeError: Connection closed by peer [127.0.0.1]:1" in lines
+    assert lines[-1] == lines[0].replace("bireme: ", "bireme: it began with: ")
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack(jobs: dict[str, Job]) -> None:

@@ -78,6 +78,7 @@ class Hub:
         self._stood_still_s = 0.0  # the longest since a stall was reported; 0: none was
         self._suspected: tuple[tuple[str, tuple[int, ...], int], float] | None = None  # and since when
         self._concluded = False
+        self._last_word = ""
         self._aborted = False
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ, self._accept)
@@ -193,6 +194,8 @@ class Hub:
             return
         if self._failed and not self._concluded:
             self._conclude(diagnose_end(list(self._states.values()), self._groups))
+        elif self._last_word:
+            show([f"it began with: {self._last_word}"])
         self.finished = True
         everybody_ended = all(not state.runs for state in self._states.values())
         self._order({"do": "done" if everybody_ended else "bye"})
@@ -260,6 +263,8 @@ class Hub:
         self._concluded = True
         if diagnosis is not None:
             self._show(diagnosis)
+            if any(state.process and state.ended not in (LOST, UNWATCHED) for state in self._states.values()):
+                self._last_word = diagnosis.lines[0]  # who still is there may say what has become of it
         self._order({"do": "failed", "within_s": END_AFTER_S if self._abort_after_s else None})
 
     # --- a stall ---
