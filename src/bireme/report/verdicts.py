@@ -66,7 +66,7 @@ def _below(verdict: dict[str, Any]) -> list[str]:
     worth = verdict["what_if"]
     if worth is not None and verdict["kind"] != ONE_OFF:
         rate = worth["tokens_per_s_global"]
-        share, step_ms = f"{short(100 * verdict['share'])}", f"{short(worth['step_ms'])}"
+        share, step_ms = short(100 * verdict["share"]), short(worth["step_ms"])
         text = f"worth: {share} % of the time; a step would take {step_ms} ms without it"
         lines.append(text + (f", {rate:,.0f} tokens/s (global)" if rate is not None else ""))
     lines.append(f"evidence: {_evidence(verdict)}")
@@ -97,7 +97,7 @@ _WORDS = {
 
 def _evidence(verdict: dict[str, Any]) -> str:
     known = [
-        words.format(f"{value:g}" if isinstance(value := verdict["evidence"][name], float) else value)
+        words.format(short(value) if isinstance(value := verdict["evidence"][name], float) else value)
         for name, words in _WORDS.items()
         if verdict["evidence"].get(name) not in (None, "", [])
     ]
