@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bireme.sentinel import Sentinel
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd")
 
 _WITHIN_S = 60.0
@@ -194,3 +196,20 @@ def test_after_too_long_all_ranks_end(jobs: dict[str, Job]) -> None:
     said = jobs["abort"].said()
     assert "all ranks end" in said and said.count("bireme: ") == 2
     assert "told to end: no movement for" in jobs["abort"].out(1)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_process_that_has_caught_the_error_of_its_training_is_not_ended(watched: bool) -> None:
+    """A notebook, or a test's process, lives on when its training has failed."""
+    signals: list[int] = []
+
+    class Process:
+        def signal(self, number: int) -> None:
+            signals.append(number)
+
+    sentinel = object.__new__(Sentinel)
+    sentinel._process = Process()  # type: ignore[assignment]
+    sentinel._gone_s, sentinel._closed_s = None, None if watched else 1.0
+    sentinel._end_at_s, sentinel._kill_at_s = float("inf"), 5.0
+    sentinel._enforce(10.0)
+    assert signals == ([signal.SIGKILL] if watched else [])

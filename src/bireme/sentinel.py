@@ -22,7 +22,7 @@ from bireme.sentinel_process import WatchedProcess
 
 _TURN_S = 0.5
 _SHORT_TURN_S = 0.1
-_ALONE_S = 10.0  # that a hub goes on without its rank
+_ALONE_S = 10.0  # that a hub goes on without its rank, and a sentinel with one that is not watched any more
 _KILL_AFTER_S = 5.0  # from the order to end to SIGKILL
 _STACK_S = 1.5
 _STACK_LINES = 15
@@ -54,6 +54,7 @@ class Sentinel:
         )
         self._ended: dict[str, Any] = {}
         self._gone_s: float | None = None
+        self._closed_s: float | None = None  # since when the rank, which may live on, is not watched any more
         self._moved_s = self._turned_s = time.monotonic()
         self._looks = self._computing = 0  # since it last moved: how often we looked, and it was computing
         self._reported_s = 0.0
@@ -105,7 +106,7 @@ class Sentinel:
                 time.sleep(0.02)
 
     def _finished(self) -> bool:
-        if self._gone_s is None and self._kill_at_s < float("inf"):
+        if self._gone_s is None and self._closed_s is None and self._kill_at_s < float("inf"):
             return False  # it is about to end, and to be seen to
         if self._done or (self._hub is not None and self._hub.finished):
             return True
@@ -121,6 +122,7 @@ class Sentinel:
         for message in self._rank_lines.receive():
             self._take(message)
         if self._rank_lines.ended:  # it watches no more, or is about to be gone
+            self._closed_s = self._closed_s or time.monotonic()
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self._rank_lines.connection)
 
@@ -156,7 +158,9 @@ class Sentinel:
         position = self._reader.read()
         idle_s = now_s - self._moved_s
         busy = idle_s > 1.0 and self._gone_s is None and 2 * self._computing > self._looks
-        letter = "" if self._gone_s is not None else self._process.letter()
+        # A process that has caught the error of its training lives on, and is none of this job any more.
+        lives_on = self._closed_s is not None and now_s - self._closed_s > _ALONE_S
+        letter = "" if self._gone_s is not None or lives_on else self._process.letter()
         state = {**position, "idle_s": idle_s, "busy": busy, "process": letter, **self._ended}
         if idle_s < _DETAILS_AFTER_S and not self._ended:
             state["groups"] = {group: recent[-2:] for group, recent in state["groups"].items()}
@@ -202,7 +206,7 @@ class Sentinel:
             self._rank_lines.send({"do": "abort", "reason": reason})
 
     def _enforce(self, now_s: float) -> None:
-        if self._gone_s is not None:
+        if self._gone_s is not None or self._closed_s is not None:
             return
         if now_s >= self._end_at_s:
             self._end_rank("another rank has failed, and this one did not end")
