@@ -244,6 +244,17 @@ def test_a_slow_checkpoint_is_named_with_who_writes_it() -> None:
         assert verdict.ranks == (0, 1) and verdict.evidence["period_steps"] == 10
 
 
+def test_what_happens_at_the_end_of_a_step_is_waited_for_in_the_next() -> None:
+    rows = []
+    for step in range(1, 61):
+        saving, waited = 500.0 * (step % 4 == 0), 500.0 * (step % 4 == 1 and step > 1)
+        usual = {"forward/running": 100.0 + step % 3}
+        rows.append(line(step, [{**usual, "backward/wait": waited}, {**usual, "checkpoint/blocked": saving}]))
+    verdict = only(judge(from_lines(rows, facts(2))))
+    assert (verdict.kind, verdict.ranks, verdict.phase, verdict.state) == ("rank", (1,), "checkpoint", "blocked")
+    assert verdict.evidence["period_steps"] == 4
+
+
 def test_what_a_quota_or_the_hypervisor_took_is_the_cause() -> None:
     fast, slow = ({"forward/running": 100.0, where: 50.0} for where in ("backward/wait", "forward/runnable"))
     rows = [line(step, [fast, slow]) for step in range(1, 61)]

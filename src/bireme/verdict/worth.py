@@ -43,5 +43,7 @@ def caused_ms(evidence: Evidence, columns: Sequence[int], excess_ms: Array, step
     excess = np.maximum(excess_ms[steps], 0.0)
     if not evidence.collectives_known or not others.any():
         return float(excess.mean())
-    waits = np.median(evidence.wait_ms[steps][:, others], axis=1)
-    return float(np.minimum(excess, waits).mean())
+    waits = np.median(evidence.wait_ms[:, others], axis=1)
+    # What happens at the end of a step, such as a checkpoint, the others wait for in the next one.
+    waits = np.maximum(waits, np.append(waits[1:], 0.0))
+    return float(np.minimum(excess, waits[steps]).mean())
