@@ -156,6 +156,11 @@ class TrainConfig:
         for name in (*not_negative, *counts, "peak_seconds", "abort_after"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must not be negative")
+        if 0 < self.abort_after < self.stall_after:
+            raise UserError(
+                f"abort_after is {self.abort_after:g}, below stall_after {self.stall_after:g}: a run ends after it has "
+                "said whom it waits for; 0 is never"
+            )
         if not 0 <= self.lr_min_ratio <= 1:
             raise UserError(f"lr_min_ratio is {self.lr_min_ratio}: it must be from 0 to 1")
         for name in ("beta1", "beta2"):

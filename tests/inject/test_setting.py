@@ -78,6 +78,7 @@ def test_contention_is_on_a_core_of_each_ranks_own() -> None:
         ("kind=compute,factor=2", {"cuda": True}, ["factor is measured on a CPU: on a GPU say ms"]),
         ("kind=compute,factor=2,steps=1:3", {}, ["acts from step 4 on"]),
         ("kind=compute,factor=2,steps=13", {"first_step": 11}, ["acts from step 14 on"]),
+        ("kind=mismatch,rank=all,steps=4", {}, ["all ranks would issue the same"]),
         ("kind=drift,ms=5,steps=10", {}, ["a drift grows from step to step"]),
     ],
 )

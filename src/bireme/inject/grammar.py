@@ -194,7 +194,11 @@ def parse(texts: Sequence[str]) -> tuple[Injection, ...]:
     return tuple(_parse(text) for text in texts)
 
 
-def mistake(text: str, what: str, example: str = _FORM) -> UserError:
+def mistake(text: str, what: str, example: str | None = None) -> UserError:
+    """With an example of the kind that the text is about, if none is given."""
+    if example is None:
+        kind = re.search(r"(?:^|,)\s*kind\s*=\s*(\w+)", text)
+        example = KINDS[kind[1]].example if kind is not None and kind[1] in KINDS else _FORM
     shown = text if len(text) <= 90 else text[:87] + "..."
     return UserError(f"--inject {shown!r}: {what}; write it as in {example} (docs/injection.md)")
 

@@ -77,6 +77,8 @@ def _resolve(injection: Injection, setting: Setting) -> Injection:
         _check_link(injection, setting)
     if injection.kind in ("mismatch", "imbalance") and (setting.size if injection.failure else len(ranks)) < 2:
         raise mistake(text, f"{injection.kind} needs two ranks or more", kind.example)
+    if injection.kind == "mismatch" and len(ranks) == setting.size:
+        raise mistake(text, "all ranks would issue the same: leave one out", kind.example)
     if injection.kind == "drift" and injection.last == injection.first:
         raise mistake(text, "a drift grows from step to step: give it several", kind.example)
     acts_from = setting.first_step + MEASURED_STEPS[-1]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bireme.ledger import PHASES, STATES
+from bireme.text import short
 from bireme.verdict.evidence import Evidence
 
 GARBAGE = "garbage collection"
@@ -23,6 +24,11 @@ class Cause:
     excess_ms: float  # in that cell
     name: str
     advice: str
+
+    def where(self, excess_ms: float) -> str:
+        """``most of it in backward/blocked``, of an excess of so much."""
+        part = "most of it" if self.excess_ms >= excess_ms / 2 else f"the largest part ({short(self.excess_ms)} ms)"
+        return f"{part} in {self.phase}/{self.state}"
 
 
 @dataclass(frozen=True, slots=True)

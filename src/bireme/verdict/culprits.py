@@ -127,8 +127,7 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
         last_step=int(span[1]),
         confidence=hits,
         cause=_drifting(cause.name) if kind == DRIFT else cause.name,
-        sentence=f"{who} {does} (steps {span[0]} to {span[1]}), most of it in {cause.phase}/{cause.state}: "
-        f"{cause.name}",
+        sentence=f"{who} {does} (steps {span[0]} to {span[1]}), {cause.where(excess_ms)}: {cause.name}",
         advice=_COOL if kind == DRIFT and cause.state == "running" else cause.advice,
         evidence={
             "own_ms": round(float(np.median(evidence.own_ms[steps][:, columns])), 3),

@@ -214,7 +214,7 @@ def _taking_turns(evidence: Evidence, hits: Hits) -> Verdict:
         cause="uneven work" if work else "uneven steps",
         sentence=f"another rank is the slowest from step to step: {name_ranks(ranks)} take turns, by "
         f"{short(excess_ms)} ms "
-        f"in {len(rows)} of {len(evidence.steps)} steps, most of it in {cause.phase}/{cause.state}",
+        f"in {len(rows)} of {len(evidence.steps)} steps, {cause.where(excess_ms)}",
         advice="give every rank the same amount of work in a step: pack or sort sequences by length, or share out "
         "tokens instead of samples"
         if work
@@ -267,7 +267,7 @@ def _again_and_again(evidence: Evidence, hits: Hits, peers: Array) -> list[Verdi
                 confidence=float(number / len(rows)),
                 cause=cause.name,
                 sentence=f"rank {rank} on {node} takes {short(excess_ms)} ms more of its own than its peers {often}, "
-                f"most of it in {cause.phase}/{cause.state}: {cause.name}",
+                f"{cause.where(excess_ms)}: {cause.name}",
                 advice=advice,
                 evidence={
                     "slow_steps": int(number),
@@ -334,8 +334,8 @@ def _one_offs(evidence: Evidence, hits: Hits, excess: Array) -> list[Verdict]:
                 last_step=last,
                 confidence=1.0,
                 cause=cause.name,
-                sentence=f"once, {when}, {name_ranks(ranks)} took {short(excess_ms)} ms more than its peers, most of "
-                f"it in {cause.phase}/{cause.state}: {cause.name}",
+                sentence=f"once, {when}, {name_ranks(ranks)} took {short(excess_ms)} ms more than its peers, "
+                f"{cause.where(excess_ms)}: {cause.name}",
                 advice="",
                 evidence={"noise_ms": round(hits.noise_ms, 3), "typical_step_ms": round(evidence.typical_ms, 3)},
                 what_if=what_if(evidence, saved),

@@ -126,7 +126,7 @@ def _slower_together(evidence: Evidence) -> Verdict | None:
         confidence=float((own[begin:] >= usual + 0.25 * rise).mean()),
         cause="gets slower bit by bit",
         sentence=f"all ranks get slower together since step {first}: by {short(rise)} ms of {short(usual)} ms by step "
-        f"{last}, most of it in {cause.phase}/{cause.state}",
+        f"{last}, {cause.where(rise)}",
         advice="look for heat or power limits of all machines, memory that fills up, or work that grows from step to "
         "step",
         evidence={"own_at_first_ms": round(usual, 3), "rise_ms": round(rise, 3), "noise_ms": round(noise, 3)},

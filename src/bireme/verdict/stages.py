@@ -64,7 +64,7 @@ def stage_verdicts(evidence: Evidence) -> list[Verdict]:
             sentence = (
                 f"rank {ranks[0]} on {node}, alone in stage {stage}, takes {short(stretch.excess_ms)} ms more of its "
                 f"own in a "
-                f"step than the other stages (steps {first} to {last}), most of it in {cause.phase}/{cause.state}: "
+                f"step than the other stages (steps {first} to {last}), {cause.where(stretch.excess_ms)}: "
                 f"{cause.name}"
             )
             advice, cause_name = cause.advice, cause.name
