@@ -19,6 +19,7 @@ from bireme.run_reader import read_run
 
 if TYPE_CHECKING:
     from benchmarks.run_scores import (
+        CLEAN,
         CROWDED,
         GRID,
         HEALTHY_RUN,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         score_run,
     )
 else:
-    from run_scores import CROWDED, GRID, HEALTHY_RUN, JITTERY_RUN, MOST_BY_OTHERS, WHAT_IF, RunScore, score_run
+    from run_scores import CLEAN, CROWDED, GRID, HEALTHY_RUN, JITTERY_RUN, MOST_BY_OTHERS, WHAT_IF, RunScore, score_run
 
 FIRST = 16  # step from which something is planted: what comes before says what a clean step takes
 TIMEOUT_S = 300.0
@@ -136,8 +137,14 @@ def _templates(draw: random.Random) -> list[dict[str, Any]]:
         ],
         # A stage is heavy from the first step to the last.
         [{"name": f"stage {s}, pp", "inject": (f"kind=stage,stage={s},ms={ms()}",), "layout": "pp"} for s in (1, 0)],
-        [plan(f"sleep forward, node {n}", f"sleep,node={n},phase=forward,ms={ms()}", nodes=2) for n in (1, 0)],
-        [link("link from step 16", "node=1,rate=50mbit", FIRST), link("link from the start", "node=0,rate=50mbit", 1)],
+        [
+            plan(f"sleep forward, emulated nodes, node {n}", f"sleep,node={n},phase=forward,ms={ms()}", nodes=2)
+            for n in (1, 0)
+        ],
+        [
+            link("link slowed in the run", "node=1,rate=50mbit", FIRST),
+            link("link from the start", "node=0,rate=50mbit", 1),
+        ],
     ]
     return [pair[turn] for turn in (0, 1) for pair in by_kind]
 
@@ -172,10 +179,10 @@ def what_if(seed: int, rounds: int) -> list[Trial]:
         "twice the work in backward": "kind=compute,rank=1,phase=backward,factor=2",
         "a busy process on its core": "kind=contention,rank=1",
     }
-    trials = [Trial("000 clean", WHAT_IF, seed * 1000)]
+    trials = [Trial(f"000 {CLEAN}", WHAT_IF, seed * 1000)]
     for text in [(name, text) for _ in range(rounds) for name, text in cases.items()]:
         trials.append(Trial(f"{len(trials):03d} {text[0]}", WHAT_IF, seed * 1000, (text[1],)))
-        trials.append(Trial(f"{len(trials):03d} clean", WHAT_IF, seed * 1000))
+        trials.append(Trial(f"{len(trials):03d} {CLEAN}", WHAT_IF, seed * 1000))
     return trials
 
 

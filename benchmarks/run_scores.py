@@ -12,6 +12,7 @@ from bireme.verdict.causes import GARBAGE
 from bireme.verdict.kinds import DATA, DRIFT, HEALTHY, LINK, NODE, ONE_OFF, RANK, STAGE
 
 GRID, CROWDED, HEALTHY_RUN, JITTERY_RUN, WHAT_IF = "grid", "crowded", "healthy", "jittery", "what-if"
+CLEAN = "clean"  # how the names of what-if runs without anything planted end
 NO_ALARM = (HEALTHY, ONE_OFF)
 MOST_BY_OTHERS = 0.15  # of all cores' time: with less left over there are more ranks than cores
 
@@ -70,10 +71,10 @@ class RunScore:
 
     @property
     def right(self) -> bool:
-        """A healthy run is right without any alarm at the end."""
+        """Without anything planted: no alarm at the end."""
         if self.problem is not None:
             return False
-        if self.group in (HEALTHY_RUN, JITTERY_RUN):
+        if self.group in (HEALTHY_RUN, JITTERY_RUN) or self.name.endswith(CLEAN):
             return not self.wrong
         return self.culprit and self.place
 

@@ -14,11 +14,11 @@ from rich.table import Table
 from bireme.errors import UserError
 
 if TYPE_CHECKING:
-    from benchmarks.run_scores import GRID, HEALTHY_RUN, JITTERY_RUN, RunScore
+    from benchmarks.run_scores import CLEAN, GRID, HEALTHY_RUN, JITTERY_RUN, RunScore
     from benchmarks.synthetic import KINDS
     from benchmarks.synthetic_scores import WRONG_RANKS, Score, count_scores, in_band, quantiles
 else:
-    from run_scores import GRID, HEALTHY_RUN, JITTERY_RUN, RunScore
+    from run_scores import CLEAN, GRID, HEALTHY_RUN, JITTERY_RUN, RunScore
     from synthetic import KINDS
     from synthetic_scores import WRONG_RANKS, Score, count_scores, in_band, quantiles
 
@@ -229,7 +229,8 @@ def _flaws(scores: Sequence[RunScore]) -> list[str]:
         said += [f"at the end: {each}" for each in score.wrong] + [f"live, {each}" for each in score.wrong_live]
         if said:
             host = ", ".join(f"{name} {value:.3g}" for name, value in score.host.items())
-            lines.append(f"{score.name}: {'; '.join(said)} (machine: {host}) `{score.command}`")
+            name = f"{score.name} (not counted)" if score.disturbed else score.name
+            lines.append(f"{name}: {'; '.join(said)} (machine: {host}) `{score.command}`")
     return lines
 
 
@@ -327,13 +328,13 @@ def what_if_part(scores: Sequence[RunScore]) -> Part:
     """Each injected run's prediction against the clean runs before and after it."""
     part = Part("what-if", wrong=_flaws(scores))
     quiet = [score for score in scores if not score.disturbed]
-    clean = [score.step_ms for score in quiet if score.name.endswith("clean") and score.step_ms]
+    clean = [score.step_ms for score in quiet if score.name.endswith(CLEAN) and score.step_ms]
     cases: dict[str, list[tuple[float, float, float]]] = {}
     for before, score, after in zip(scores, scores[1:], scores[2:], strict=False):
         name = score.name.split(" ", 1)[1]
         if any(each.disturbed for each in (before, score, after)):
             continue
-        if name != "clean" and score.predicted_ms and score.step_ms and before.step_ms and after.step_ms:
+        if name != CLEAN and score.predicted_ms and score.step_ms and before.step_ms and after.step_ms:
             measured = (before.step_ms + after.step_ms) / 2
             cases.setdefault(name, []).append((score.step_ms, score.predicted_ms, measured))
     rows = []

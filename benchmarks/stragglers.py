@@ -31,13 +31,13 @@ from bireme.record import utc_now, write_json_atomic
 
 if TYPE_CHECKING:
     from benchmarks import injected_runs, straggler_tables, synthetic_scores
-    from benchmarks.run_scores import RunScore
+    from benchmarks.run_scores import CLEAN, RunScore
     from benchmarks.straggler_tables import Part
 else:
     import injected_runs
     import straggler_tables
     import synthetic_scores
-    from run_scores import RunScore
+    from run_scores import CLEAN, RunScore
     from straggler_tables import Part
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +52,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and not without the ranks
     console = Console(soft_wrap=True)
     parts = [options.only] if options.only else list(PARTS)
-    known = {} if options.quick or not RESULTS.exists() else orjson.loads(RESULTS.read_bytes())
     console.print(f"seed {options.seed}", highlight=False)
     shown: list[Part] = []
     for name in parts:
@@ -60,7 +59,7 @@ def main() -> int:
             part = straggler_tables.synthetic_part(*_synthetic(options, console))
         else:
             trials = _trials(name, options)
-            scores = _run(trials, known, options, console)
+            scores = _run(trials, options, console)
             part = {
                 "real": straggler_tables.real_part,
                 "controls": straggler_tables.controls_part,
@@ -69,8 +68,7 @@ def main() -> int:
         part.show(console)
         shown.append(part)
         if not options.quick:
-            known.setdefault("parts", {})[name] = {"seed": options.seed, **_facts(), **part.as_dict()}
-            _save(known)
+            _keep("parts", name, {"seed": options.seed, **_facts(), **part.as_dict()})
     missed = [promise for part in shown for promise in part.promises if not promise.met]
     if options.write:
         for part in shown:
@@ -131,7 +129,14 @@ def _where() -> str:
     return f"{utc_now()[:10]}, {os.cpu_count()} cores, Bireme {bireme.__version__}, PyTorch {torch.__version__}"
 
 
-def _save(known: dict[str, Any]) -> None:
+def _known() -> dict[str, Any]:
+    return dict(orjson.loads(RESULTS.read_bytes())) if RESULTS.exists() else {}
+
+
+def _keep(section: str, name: str, value: Any) -> None:
+    """Read again each time: two parts may run in two terminals."""
+    known = _known()
+    known.setdefault(section, {})[name] = value
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(RESULTS, known)
 
@@ -164,9 +169,9 @@ def _trials(name: str, options: argparse.Namespace) -> list[Any]:
     return [*injected_runs.grid(options.seed, options.real_trials), *crowded]
 
 
-def _run(trials: Sequence[Any], known: dict[str, Any], options: argparse.Namespace, console: Console) -> list[RunScore]:
+def _run(trials: Sequence[Any], options: argparse.Namespace, console: Console) -> list[RunScore]:
     """In order; what is known already is not run again."""
-    finished: dict[str, Any] = known.setdefault("runs", {})
+    finished: dict[str, Any] = {} if options.quick else _known().get("runs", {})
     scores = []
     with tempfile.TemporaryDirectory(prefix="bireme-stragglers-") as scratch:
         for number, trial in enumerate(trials):
@@ -178,10 +183,9 @@ def _run(trials: Sequence[Any], known: dict[str, Any], options: argparse.Namespa
             score = injected_runs.run_trial(trial, Path(scratch), WRONG)
             scores.append(score)
             if not options.quick:
-                finished[trial.key] = asdict(score)
-                _save(known)
+                _keep("runs", trial.key, asdict(score))
             word = "right" if score.right else "WRONG"
-            if score.disturbed or trial.name.endswith("clean"):
+            if score.disturbed or trial.name.endswith(CLEAN):
                 word = "does not count: other processes took the cores" if score.disturbed else ""
             detail = score.problem or "; ".join(score.wrong)
             console.print(

@@ -156,6 +156,17 @@ def test_what_a_real_run_has_to_say(
     assert (expected.culprit(said), expected.place(said)) == (culprit, place)
 
 
+def test_a_run_with_nothing_planted_is_right_without_an_alarm() -> None:
+    for group, name in ((run_scores.HEALTHY_RUN, "healthy 1"), (run_scores.WHAT_IF, f"000 {run_scores.CLEAN}")):
+        assert run_scores.RunScore("", group, name, "").right
+        assert not run_scores.RunScore("", group, name, "", wrong=["rank 1"]).right
+        assert not run_scores.RunScore("", group, name, "", problem="exit code 1").right
+    planted = run_scores.RunScore("", run_scores.GRID, "000 sleep", "", culprit=True, host={"others": 0.4})
+    assert not planted.right and planted.disturbed
+    planted.place = True
+    assert planted.right
+
+
 def test_tables_are_renewed_between_their_markers(tmp_path: Path) -> None:
     document = tmp_path / "accuracy.md"
     document.write_text("# Title\n\n<!-- real -->\nold\n<!-- /real -->\n\nText.\n")
