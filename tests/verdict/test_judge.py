@@ -171,7 +171,7 @@ def test_a_card_that_gets_slower_is_a_drift() -> None:
         verdict = only(judge(made.evidence()))
         assert (verdict.kind, verdict.ranks) == ("drift", (6,))
         assert abs(verdict.first_step - 200) <= 20
-        assert "temperature" in verdict.advice
+        assert "temperature" in verdict.advice and "most of it in backward/running" in verdict.sentence
 
 
 def test_all_cards_that_get_slower_are_a_drift() -> None:

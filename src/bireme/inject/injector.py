@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Injector:
         if objects:
             self._heap = _containers(objects)
         for each in self._mine:
+            makers: dict[str, Callable[[Injection, int], _Beside]]
             makers = {"contention": _Contention, "pause": _Pause, "link": _Link}
             if each.kind in makers and (each.kind != "link" or self._rank == each.ranks[0]):
                 try:
@@ -262,7 +264,7 @@ def _containers(number: int) -> list[Any]:
 # --- what is beside the rank -------------------------------------------------------------------------------------
 
 
-class _Beside:
+class _Beside(ABC):
     """Something that is on for as long as its injection is active."""
 
     def __init__(self, injection: Injection):
@@ -277,8 +279,8 @@ class _Beside:
     def close(self) -> None:
         self.turn(False)
 
-    def _set(self, on: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _set(self, on: bool) -> None: ...
 
 
 class _Contention(_Beside):

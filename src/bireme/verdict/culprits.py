@@ -103,7 +103,8 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
         kind, first = DRIFT, min(ramp[0], first)
         excess_ms = float(np.median(excess[-max(5, (last - first) // 4) :]))
     saved = saved_ms(evidence, columns, average, slice(first, last + 1))
-    cause = cause_of(evidence, columns, slice(first, last + 1), float(excess[first : last + 1].mean()))
+    mean_ms = float(excess[first : last + 1].mean())  # of a drift half of what it has come to
+    cause = cause_of(evidence, columns, slice(first, last + 1), mean_ms)
     ranks = tuple(int(evidence.ranks[column]) for column in columns)
     nodes = {evidence.node_names[evidence.node_of[column]] for column in columns}
     node = nodes.pop() if len(nodes) == 1 else None
@@ -127,7 +128,7 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
         last_step=int(span[1]),
         confidence=hits,
         cause=_drifting(cause.name) if kind == DRIFT else cause.name,
-        sentence=f"{who} {does} (steps {span[0]} to {span[1]}), {cause.where(excess_ms)}: {cause.name}",
+        sentence=f"{who} {does} (steps {span[0]} to {span[1]}), {cause.where(mean_ms)}: {cause.name}",
         advice=_COOL if kind == DRIFT and cause.state == "running" else cause.advice,
         evidence={
             "own_ms": round(float(np.median(evidence.own_ms[steps][:, columns])), 3),

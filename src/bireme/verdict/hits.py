@@ -212,9 +212,8 @@ def _taking_turns(evidence: Evidence, hits: Hits) -> Verdict:
         last_step=last,
         confidence=float(hits.hit[(evidence.steps >= first) & (evidence.steps <= last)].mean()),
         cause="uneven work" if work else "uneven steps",
-        sentence=f"another rank is the slowest from step to step: {name_ranks(ranks)} take turns, by "
-        f"{short(excess_ms)} ms "
-        f"in {len(rows)} of {len(evidence.steps)} steps, {cause.where(excess_ms)}",
+        sentence=f"another rank is the slowest from step to step: {name_ranks(ranks)} take turns, "
+        f"by {short(excess_ms)} ms in {len(rows)} of {len(evidence.steps)} steps, {cause.where(excess_ms)}",
         advice="give every rank the same amount of work in a step: pack or sort sequences by length, or share out "
         "tokens instead of samples"
         if work
