@@ -73,7 +73,7 @@ class PausingMonitor:
     """
 
     def __init__(self, world: World, directory: Path):
-        self.monitor = Monitor(directory, channel=world.channel)
+        self.monitor = Monitor(directory, channel=world.channel, phases="explicit")
         self.pause()
 
     def pause(self) -> None:
@@ -123,7 +123,7 @@ def empty(world: World, collectives: int, pairs: int, scratch: Path) -> Arms:
                     dist.all_reduce(tensor)
             cpu_ns = time.thread_time_ns() - start_ns
         else:
-            with Monitor(arms.scratch / str(block), channel=world.channel) as monitor:
+            with Monitor(arms.scratch / str(block), channel=world.channel, phases="explicit") as monitor:
                 start_ns = time.thread_time_ns()
                 for _ in range(EMPTY_STEPS):
                     with monitor.step():

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Monitor", "__version__"]
+__all__ = ["Monitor", "__version__", "observe_nothing"]
 
 if TYPE_CHECKING:
     from bireme.observe.monitor import Monitor
+    from bireme.observe.nothing import observe_nothing
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from bireme.observe.monitor import Monitor
 
         return Monitor
+    if name == "observe_nothing":
+        from bireme.observe.nothing import observe_nothing
+
+        return observe_nothing
     raise AttributeError(f"module 'bireme' has no attribute {name!r}")

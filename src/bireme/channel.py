@@ -9,6 +9,9 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from bireme.errors import SharedError
+from bireme.text import name_ranks
+
 _POLL = timedelta(seconds=0.5)
 COLLECTIVE_TIMEOUT_S = 1800.0  # PyTorch's own for gloo
 SIDE_GROUP = "bireme"  # description of the groups that Bireme makes for itself: they are not observed
@@ -92,6 +95,16 @@ class Channel:
         parts = [torch.empty_like(padded) for _ in sizes]
         self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [orjson.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def raise_together(self, problem: str | None) -> None:
+        """SharedError on every rank when one has a problem: with the ranks that each problem comes from."""
+        problems = self.all_gather(problem)
+        said = []
+        for message in dict.fromkeys(each for each in problems if each is not None):
+            ranks = [rank for rank, each in enumerate(problems) if each == message]
+            said.append(message if len(ranks) == self.size else f"{name_ranks(ranks)}: {message}")
+        if said:
+            raise SharedError("; ".join(said))
 
     def _padded(self, blob: bytes) -> tuple[torch.Tensor, list[int]]:
         """The bytes as a tensor as long as the longest, and how long everybody's are."""

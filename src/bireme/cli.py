@@ -105,22 +105,89 @@ def _toml_value(text: str) -> Any:
         return text
 
 
+@app.command(name="run")
+def run_script(
+    *words: str,
+    run_dir: Annotated[Path | None, Parameter(name=("--run-dir", "--run"))] = None,
+    module: Annotated[bool, Parameter(name=("--module", "-m"), negative="")] = False,
+    tokens_per_step: int = 0,
+    flops_per_token: float | None = None,
+    skip_steps: int = 3,
+    stall_after: float = 30.0,
+    metrics_port: int | None = None,
+    trace_steps: str = "",
+) -> int:
+    """Run a training script as it is, and account for the steps of its optimizer.
+
+    bireme run train.py --its --own arguments
+    torchrun --nproc-per-node 2 -m bireme run train.py --its --own arguments
+
+    The script gets everything behind its name. Nothing of it changes; what is observed begins with the second step.
+
+    Parameters
+    ----------
+    words
+        The script, and its arguments.
+    run_dir
+        Run directory, by default runs/<UTC time>-<id>.
+    module
+        It is a module, as in python -m.
+    tokens_per_step
+        Distinct tokens that each rank trains on in a step: without, there are no tokens/s.
+    flops_per_token
+        FLOPs of one token, forward and backward: without, there is no MFU.
+    skip_steps
+        Warm-up steps kept out of averages.
+    stall_after
+        Say who keeps the others waiting when a rank has not moved for so many seconds; 0: never.
+    metrics_port
+        Rank 0 serves Prometheus metrics on this port of the loopback interface.
+    trace_steps
+        Steps to keep every span of, as in 20:22.
+    """
+    from bireme.run_script import default_options, run_command
+
+    options = default_options(
+        run_dir,
+        tokens_per_step=tokens_per_step,
+        flops_per_token=flops_per_token,
+        skip_steps=skip_steps,
+        stall_after_s=stall_after,
+        metrics_port=metrics_port,
+        trace_steps=trace_steps,
+    )
+    return run_command(list(words), module, options)
+
+
 @app.command
-def report(*runs: Path, json: bool = False, links: Path | None = None) -> None:
+def report(
+    *runs: Path,
+    json: bool = False,
+    links: Path | None = None,
+    html: bool = False,
+    out: Path | None = None,
+    open: bool = False,
+) -> None:
     """Show where the time of a run went; with two runs, side by side.
 
     Parameters
     ----------
     runs
-        One run directory, or two to compare.
+        One run directory, or two to compare; with --html also the folder of a study.
     json
         Print one JSON object instead (docs/run-directory.md).
     links
         What `bireme links` measured of the same ranks: the run's transfers are held against it.
+    html
+        Write one self-contained page instead, and print its path (docs/report.md).
+    out
+        The page's file; if not given, report.html in the run's directory, or report-against-A.html in B's.
+    open
+        Open the page in a browser.
     """
     from bireme.report import report_command
 
-    report_command(list(runs), json, links)
+    report_command(list(runs), json, links, html, out, open)
 
 
 @app.command
@@ -528,6 +595,17 @@ def _parse(app: cyclopts.App, arguments: Sequence[str]) -> tuple[Callable[..., A
     return command, bound
 
 
+def _script_apart(arguments: Sequence[str]) -> list[str]:
+    """Of `bireme run`: what follows the script's name is the script's, options too."""
+    flags = {"-m", "--module", "--help", "-h"}
+    index = 1
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
+        index += 1 if arguments[index] in flags or "=" in arguments[index] else 2
+    if arguments[index : index + 1] in (["--"], []):
+        return list(arguments)
+    return [*arguments[:index], "--", *arguments[index:]]
+
+
 def _rank() -> int:
     """This process's rank; 0 where the environment does not say."""
     try:
@@ -539,7 +617,7 @@ def _rank() -> int:
 def run(app: cyclopts.App, arguments: Sequence[str]) -> int:
     """Runs a program; returns the exit code. A user's mistake is one line on standard error, and 2."""
     try:
-        command, bound = _parse(app, arguments)
+        command, bound = _parse(app, _script_apart(arguments) if arguments[:1] == ["run"] else arguments)
         exit_code = command(*bound.args, **bound.kwargs)
         if sys.stdout is not None:  # closed by the caller's shell
             sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 import sys
 from dataclasses import asdict
 from math import gcd
@@ -11,11 +10,12 @@ from typing import Any
 
 import torch
 
-import bireme
 from bireme.config import TrainConfig
-from bireme.flops import flops_per_token, measure_matmul_roof, peak_flops_per_s
+from bireme.device_peak import peak_of_ranks
+from bireme.flops import flops_per_token
 from bireme.layout import crossing, describe_groups
 from bireme.model import num_parameters
+from bireme.observe.own_facts import versions
 from bireme.trainer import Trainer
 from bireme.world import World
 
@@ -23,26 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def peak_of(config: TrainConfig, world: World) -> dict[str, Any]:
-    """What the devices could do: a datasheet's peak for a known GPU, a measured matrix multiplication on a CPU."""
-    per_rank: float | None = None
-    source = "n/a: not measured"
-    if world.device.type == "cuda":
-        known = peak_flops_per_s(torch.cuda.get_device_name(world.device), "bfloat16")
-        if known is not None:
-            per_rank, source = known.flops_per_s, known.source
-        else:
-            source = "n/a: the device is not in the table of peaks"
-    elif config.peak_seconds:
-        world.channel.all_gather(None)  # all at once: ranks that share cores share the roof
-        per_rank = measure_matmul_roof(config.peak_seconds)
-        source = f"measured fp32 matrix multiplication, {torch.get_num_threads()} threads per rank"
-    gathered = world.channel.all_gather(per_rank)
-    known_everywhere = all(each is not None for each in gathered)
-    return {
-        "flops_per_s": sum(gathered) if known_everywhere else None,
-        "per_rank_flops_per_s": gathered,
-        "source": source,
-    }
+    return peak_of_ranks(world.channel, world.device, config.peak_seconds)
 
 
 def describe(trainer: Trainer, peak: dict[str, Any]) -> dict[str, Any]:
@@ -53,12 +34,7 @@ def describe(trainer: Trainer, peak: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": sys.argv,
         "launch_id": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "versions": {
-            "bireme": bireme.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-        },
+        "versions": versions(),
         "ranks": [
             {**rank, "threads": each, "role": trainer.layout.coordinates(trainer.order.index(rank["rank"]))}
             for rank, each in zip(world.ranks, threads, strict=True)

@@ -7,7 +7,8 @@ appendix B, but from the matrices that are there instead of the parameter count:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from bireme.model import ModelConfig
@@ -56,6 +57,39 @@ def flops_per_token(config: "ModelConfig", length: int, activation_checkpointing
         recomputation_full=repeated_layers * (2 * (projections + up) + attention_full),
         recomputation_causal=repeated_layers * (2 * (projections + up) + attention_causal),
     )
+
+
+_LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2"})  # gated feed-forward, no mixture of experts
+
+
+def flops_of_config(config: Any, length: int) -> FlopsPerToken | None:
+    """The same for a model that Bireme did not build: its ModelConfig, or a Hugging Face config of a GPT-2, Llama,
+    Mistral or Qwen 2 with full attention and heads that make up the embedding. None for any other."""
+    if config is None:
+        return None
+    if hasattr(config, "embedding_dim") and hasattr(config, "feed_forward_dim"):
+        return flops_per_token(config, length)
+    kind = getattr(config, "model_type", None)
+    if kind == "gpt2":
+        embedding, layers, heads = config.n_embd, config.n_layer, config.n_head
+        key_value_heads, feed_forward, activation = heads, config.n_inner or 4 * embedding, "gelu"
+    elif kind in _LLAMA_LIKE:
+        embedding, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+        key_value_heads, feed_forward, activation = config.num_key_value_heads, config.intermediate_size, "swiglu"
+        if (getattr(config, "head_dim", None) or embedding // heads) * heads != embedding:
+            return None
+    else:
+        return None
+    shape = SimpleNamespace(
+        embedding_dim=embedding,
+        feed_forward_dim=feed_forward,
+        num_kv_heads=key_value_heads,
+        head_dim=embedding // heads,
+        activation=activation,
+        num_layers=layers,
+        vocab_size=config.vocab_size,
+    )
+    return flops_per_token(cast("ModelConfig", shape), length)
 
 
 # --- peaks -------------------------------------------------------------------------------------------------------

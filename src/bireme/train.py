@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from bireme.guards import Checked, check_replicas, check_samples, check_start
 from bireme.observe.collectives import process_groups
 from bireme.observe.monitor import Monitor
 from bireme.preemption import CommonStop
+from bireme.record import default_run
 from bireme.sample import WEIGHTS_FILE, save_weights
 from bireme.shutdown import REQUEUE, Interrupted, StopRequest
 from bireme.text import count, name_ranks
@@ -139,7 +139,7 @@ def train(
 
         request = stack.enter_context(StopRequest((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
         stop = CommonStop(request, world.size)
-        directory = Path(world.channel.all_gather(config.run or _default_run())[0])
+        directory = Path(world.channel.all_gather(config.run or default_run())[0])
         if config.checkpoint_every:
             check_shared(directory, world)
             if config.run is None and os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
@@ -152,6 +152,7 @@ def train(
             skip_steps=config.skip_steps,
             on_steps=on_steps,
             warnings=rank_log.take_warnings,
+            phases="explicit",
             device=world.device.type,
             first_step=trainer.first_step,
             resume=resume is not None and resume.run is not None,
@@ -355,7 +356,3 @@ def _set_threads(config: TrainConfig, world: World) -> None:
             world.node,
         )
     torch.set_num_threads(threads)
-
-
-def _default_run() -> str:
-    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}")

@@ -73,13 +73,7 @@ class World:
         self.raise_together(problem)
 
     def raise_together(self, problem: str | None) -> None:
-        problems = self.channel.all_gather(problem)
-        said = []
-        for message in dict.fromkeys(each for each in problems if each is not None):
-            ranks = [rank for rank, each in enumerate(problems) if each == message]
-            said.append(message if len(ranks) == self.size else f"{name_ranks(ranks)}: {message}")
-        if said:
-            raise SharedError("; ".join(said))
+        self.channel.raise_together(problem)
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """SharedError naming the first of these settings (what JSON can hold) that is another on some rank: the ranks

@@ -26,7 +26,7 @@ except ImportError:  # before torch 2.14
 
 from bireme.channel import SIDE_GROUP
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
-from bireme.observe.position import Position
+from bireme.observe.position import MOST_GROUPS, Position
 
 _HOOK_ID = 0x62697265  # "bire": hook ids are ints, and the user may have hooks of their own
 
@@ -95,10 +95,16 @@ class CollectiveObserver:
         self._without_future: set[tuple[int, str]] = set()
         self._outputs: dict[int, Span] = {}  # functional collectives by the address of what they fill
         self.thread = threading.get_ident()
-        self._groups = groups
+        self.paused = False  # what is issued meanwhile is nobody's
+        self._groups = dict(groups)
         for index, group in groups.items():
-            self._register(index, group)
+            self._register(index, group, position)
         _observe_waits(self)
+
+    def add(self, index: int, group: Any) -> None:
+        """A group that was made later; the hang watch does not know it."""
+        self._groups[index] = group
+        self._register(index, group, None)
 
     def take(self) -> list[Span]:
         """The spans issued since the last call."""
@@ -119,7 +125,7 @@ class CollectiveObserver:
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
 
-    def _register(self, index: int, group: Any) -> None:
+    def _register(self, index: int, group: Any, position: Position | None) -> None:
         # What follows runs between matrix multiplications, with cold caches: every Python operation there costs a
         # microsecond or more (a collective cost 140 us, hot 12). So: few operations, and none that can be done later.
         open_span: Span | None = None  # between the two hooks of one collective
@@ -129,7 +135,6 @@ class CollectiveObserver:
         note_issue = self._note_issue
         waited_for = self._waited_for
         outputs = self._outputs
-        position = self._position
 
         def before(args: Any) -> None:
             nonlocal sequence, open_span
@@ -149,6 +154,8 @@ class CollectiveObserver:
                 if operation != "send" and operation != "receive":
                     number = sequence
                     sequence += 1
+                if self.paused:
+                    return
                 try:
                     code = _caller(1).f_code
                     known = _origins.get(id(code))
@@ -179,7 +186,7 @@ class CollectiveObserver:
                         waited_for[id(work)] = (work, span)
                         if len(waited_for) > _MOST_WAITED_FOR:
                             waited_for.pop(next(iter(waited_for)), None)
-                    self._follow(work, span, args.async_op)
+                    self._follow(work, span, args.async_op, position)
             except Exception as error:
                 self._fail(error)
             self.overhead_ns += now_ns() - entered_ns
@@ -193,7 +200,7 @@ class CollectiveObserver:
     # The moment that a wait begins or ends, for `_note_wait`.
     wait_begins: Callable[[], Any] = staticmethod(time.perf_counter_ns)
 
-    def _follow(self, work: Any, span: Span, async_op: bool) -> None:
+    def _follow(self, work: Any, span: Span, async_op: bool, position: Position | None) -> None:
         """Notes the finish when the work's future is done: on one of gloo's threads, as soon as it gets the GIL."""
         if not async_op:
             return  # the caller waits at once, and the end of that wait is the finish
@@ -213,7 +220,6 @@ class CollectiveObserver:
         # Nothing below leads to the process group: were the last reference to it dropped there, on one of its own
         # threads, it would wait for that thread to end ("Resource deadlock avoided", and the process aborts).
         waited_for = self._waited_for
-        position = self._position
 
         def finished(_: Any) -> None:
             if span.finish_ns is None:
@@ -255,7 +261,7 @@ class CollectiveObserver:
     # --- for who asks where this rank is ---
 
     def _blocks(self, span: Span | None) -> None:
-        if self._position is not None and span is not None:
+        if self._position is not None and span is not None and span.group < MOST_GROUPS:
             self._blocked = span
             try:
                 self._position.waits(_NUMBER_OF[span.operation], span.group, span.side)

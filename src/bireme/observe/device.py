@@ -91,7 +91,7 @@ class DeviceCollectiveObserver(CollectiveObserver):
     def _note_issue(self, span: Span) -> None:
         self._events[id(span)] = (_event(), [], [])
 
-    def _follow(self, work: Any, span: Span, async_op: bool) -> None:
+    def _follow(self, work: Any, span: Span, async_op: bool, position: Position | None) -> None:
         with torch.cuda.stream(self._side):
             unobserved_wait(work)
             self._events[id(span)][1].append(_event())

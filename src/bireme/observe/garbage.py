@@ -1,6 +1,7 @@
 """Garbage-collection pauses of this process, seen through `gc.callbacks`."""
 
 import gc
+import os
 import time
 from collections.abc import Callable
 
@@ -14,13 +15,14 @@ class GarbageObserver:
     def __init__(self, pause: Callable[[int, int, int], None]):
         self._pause = pause
         self._start_ns = 0
+        self._process = os.getpid()
         gc.callbacks.append(self._callback)
 
     def _callback(self, event: str, details: dict[str, int]) -> None:
         # Never raises: an exception here would be printed into the user's output at some random place.
         if event == "start":
             self._start_ns = time.perf_counter_ns()
-        elif self._start_ns:
+        elif self._start_ns and os.getpid() == self._process:  # a forked worker has the callback, too
             self._pause(self._start_ns, time.perf_counter_ns(), details.get("generation", -1))
 
     def close(self) -> None:

@@ -5,119 +5,157 @@ import itertools
 import logging
 import os
 import statistics
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
-from bireme.channel import Channel
+import torch
+
+from bireme.channel import COLLECTIVE_TIMEOUT_S, Channel
 from bireme.errors import SharedError, UserError, nearest
 from bireme.ledger import PHASES, Segment
+from bireme.observe import leaving, nothing
+from bireme.observe.automatic import PhaseFinder
 from bireme.observe.collectives import OPERATION_NAMES, CollectiveObserver, hooks_missing, process_groups
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
-from bireme.observe.exchange import Exchange, side_groups
+from bireme.observe.exchange import Exchange, LateGroups, side_groups
+from bireme.observe.forward_flops import ForwardFlops
 from bireme.observe.garbage import GarbageObserver
 from bireme.observe.host import traffic_counter
+from bireme.observe.own_facts import FlopsPerToken, device_of, given_flops, own_facts
 from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
+from bireme.observe.position import Position
+from bireme.observe.recorder import Listener, Recorder
+from bireme.observe.roll import call_the_roll
+from bireme.observe.step import Step
 from bireme.observe.thread import ThreadClock
 from bireme.observe.watch import HangWatch
-from bireme.record import RunWriter, utc_now
-from bireme.verdict.live import LiveJudge
+from bireme.record import utc_now
 from bireme.world import introduce
+
+if TYPE_CHECKING:
+    from bireme.metrics import MetricsServer
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _CLOSE_WITHIN_S = 60.0
-_LOOK_AGAIN_S = 0.2
-_KEPT_WRITES = 10_000  # of a record that cannot be written: the oldest go first
+_AT_EXIT_S = 5.0
+_NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
 class Monitor:
     """Accounts for every step of a training loop, on every rank.
 
-        with Monitor("runs/mine", facts={...}) as monitor:
-            for batch in monitor.batches(loader):
-                with monitor.step(tokens=batch.numel()) as step:
-                    with monitor.phase("forward"): ...
-                    with monitor.phase("backward"): ...
-                    with monitor.phase("optimizer"): ...
-                    step.loss(loss)
+        monitor = bireme.Monitor("runs/mine", model=model, optimizer=optimizer)
+        for batch in monitor.batches(loader):
+            with monitor.step(tokens=batch.numel()):
+                ...                                             # forward, backward, optimizer: as it was
 
-    Made by every rank, on the thread that trains, after the process groups. A step lasts from the end of the one
-    before to the end of its `with` block; time outside every phase is `other`. On the training path nothing is
-    synchronised, exchanged or written: a background thread does that, on gloo groups of its own.
+    Made by every rank, on the thread that trains, after `init_process_group` (a rank that does not is named). A step
+    lasts from the end of the one before to the end of its `with` block. On the training path nothing is synchronised,
+    exchanged or written: a background thread does that, on gloo groups of its own. Results stay what they were, bit
+    for bit, and an error in here ends the observing, never the training. docs/monitor.md.
 
     directory: the run directory, made by rank 0; UserError on every rank when it exists already.
+    model, optimizer: one or a list. Phases are found through them (observe/automatic.py); UserError for what has no
+        hooks. `phases="explicit"`: only what `monitor.phase(...)` marks counts.
+    flops_per_token: a number, a function without arguments that returns one, or "count" to count them once, in the
+        first step; not given, they come from a known config of the model and `sequence_length`; else MFU is n/a.
     facts: fields of run.json that the loop knows (docs/run-directory.md names them).
     channel: to share the side group, else one is made.
     exchange_every: hand the steps over at least this often. skip_steps: warm-up steps kept out of averages.
     on_steps: called on rank 0, in the background thread, with each window's step records and events.
-    warnings: asked for this rank's new warnings, which travel to rank 0. device: "cuda" to follow the compute stream.
+    warnings: asked for this rank's new warnings, which travel to rank 0.
+    device: "cuda" to follow the compute stream; not given, what the model's parameters are on.
     first_step: the number of the first step; with `resume` the run that is in the directory goes on with it.
     stall_after_s: say who keeps the others waiting when a rank has not moved for so long; 0: never (docs/hangs.md).
     abort_after_s: end all ranks then, with exit code 70; 0: never. The first step may take longer.
+    metrics_port: rank 0 serves Prometheus metrics there, on `metrics_address` (docs/metrics.md).
+    meet_within_s: how long to wait for the other ranks to make theirs; UserError on all of them when one does not.
+    trace_steps: steps whose every span is kept for `bireme export trace`, as in "20:22" (docs/trace.md).
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
+        model: Any = None,
+        optimizer: Any = None,
+        phases: Literal["automatic", "explicit"] = "automatic",
+        flops_per_token: FlopsPerToken = None,
+        sequence_length: int | None = None,
         facts: dict[str, Any] | None = None,
         channel: Channel | None = None,
         exchange_every: int = 10,
         skip_steps: int = 3,
-        on_steps: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None] | None = None,
+        on_steps: Listener | None = None,
         warnings: Callable[[], list[str]] = list,
-        device: str = "cpu",
+        device: str | None = None,
         first_step: int = 1,
         resume: bool = False,
         stall_after_s: float = 30.0,
         abort_after_s: float = 0.0,
+        metrics_port: int | None = None,
+        metrics_address: str = "127.0.0.1",
+        trace_steps: str = "",
+        meet_within_s: float = COLLECTIVE_TIMEOUT_S,
     ):
+        models, optimizers = _several(model), _several(optimizer)
+        if channel is None:
+            call_the_roll(meet_within_s)
         self.directory = Path(directory)
         self._channel = channel or Channel()
-        self._on_steps = on_steps
-        self._step = first_step
+        self._step = self._first_step = first_step
+        self._optimizers = bool(optimizers)
         self._skip_upto = self._step - 1 + skip_steps
-        self._closed = False
+        self._off = self._closed = False
         self._closing = threading.Lock()
-        self._writer: RunWriter | None = None
-        self._writer_failure: str | None = None
-        self._writing = threading.Lock()
-        self._unwritten: deque[Callable[[RunWriter], None]] = deque(maxlen=_KEPT_WRITES)
-        self._recorded = threading.Condition()
-        self._recorded_step = self._step - 1
-        self._said_not_finite = False
+        self._in_step = False
+        self._excluded: list[int] = []
+        self._said: set[str] = set()
+        self._process = os.getpid()
+        self._metrics: MetricsServer | None = None
+        self._finder: PhaseFinder | None = None
+        self._flops: ForwardFlops | None = None
+        device = device or device_of([each for each in models if isinstance(each, torch.nn.Module)]).type
 
-        observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
-        table, sides, mine = side_groups(self._channel, observed)
         self._clock: ThreadClock | DeviceClock = DeviceClock() if device == "cuda" else ThreadClock()
+        self._tracker = PhaseTracker(self._clock, self._entered, self._turn_off)
+        self._position: Position | None = None
+        self._together(lambda: self._find_phases(phases, models, optimizers, flops_per_token == "count"))
+        observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
+        self._known_groups = {id(group): group for group in observed}
+        table, sides, mine = side_groups(self._channel, observed)
         missing = {
             "collectives": hooks_missing() if self._channel.distributed else None,
             "run_delay": self._clock.missing,
         }
-        ranks, nodes = introduce(self._channel)  # always: every rank makes the same calls, whatever facts it was given
+        # Always: every rank makes the same calls, whatever facts it was given.
+        used = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        ranks, nodes = introduce(self._channel, device=used)
         self.missing = {what: why for what, why in missing.items() if why}
-        facts = {"ranks": ranks, "nodes": nodes, **(facts or {})}
-        self._open_run(
-            {
-                **facts,
-                "world_size": self._channel.size,
-                "groups": [{"name": each["name"], "ranks": each["ranks"]} for each in table],
-                "missing": self.missing,
-                "skip_steps": skip_steps,
-                "first_step": first_step,
-            },
-            first_step - 1 if resume else None,
-        )
+        if facts is None:
+            flops = self._together(lambda: given_flops(models, flops_per_token, sequence_length))
+            facts = own_facts(self._channel, models, flops, torch.device(device))
+        facts = {
+            "ranks": ranks,
+            "nodes": nodes,
+            **facts,
+            "world_size": self._channel.size,
+            "groups": _groups_of(table),
+            "missing": self.missing,
+            "skip_steps": skip_steps,
+            "first_step": first_step,
+        }
+        self._recorder: Recorder | None = None
+        self._open_run(facts, first_step - 1 if resume else None, on_steps, metrics_port, metrics_address)
 
-        self._judge: LiveJudge | None = LiveJudge(
-            {**facts, "groups": table, "world_size": self._channel.size, "missing": self.missing}
-        )
         self._watch: HangWatch | None = None
         if self._channel.size > 1 and stall_after_s > 0:
             self._watch = HangWatch.start(
@@ -132,20 +170,19 @@ class Monitor:
                 on_event=lambda event: self._deliver([], [{"event": "hang", "time_utc": utc_now(), **event}], []),
                 on_abort=lambda reason: self.close("failed", reason, within_s=3.0),
             )
-        position = self._watch.position if self._watch is not None else None
-        self._position = position
-        self._tracker = PhaseTracker(self._clock, position.enter if position is not None else None)
+        self._position = self._watch.position if self._watch is not None else None
         self._phases = {name: Phase(self._tracker, index) for index, name in enumerate(PHASES)}
         self._pauses: list[tuple[tuple[int, int], int, int]] = []
         self._mark_ns = self._cost_of_a_mark()
         resolve = _resolve_thread
         if isinstance(self._clock, DeviceClock):
-            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine, position)
+            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine, self._position)
             self._clock.observer = self._collectives
             resolve = self._clock.resolve
         else:
-            self._collectives = CollectiveObserver(mine, position)
+            self._collectives = CollectiveObserver(mine, self._position)
         self._garbage = GarbageObserver(self._paused)
+        self._late = LateGroups(table, lambda table: self._learned(groups=_groups_of(table)))
         self._exchange = Exchange(
             self._channel,
             sides,
@@ -156,18 +193,28 @@ class Monitor:
             queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
             traffic=traffic_counter(facts["ranks"], self._channel.rank),
             first_step=self._step,
+            late_groups=self._late,
         )
         for why in self.missing.values():
             log.warning("%s", why)
         self._exchange.start()
         atexit.register(self._at_exit)
+        nothing.follow(self)
+        leaving.before_destroy(self.close)
         self._observation = Observation(self._step, [])
 
     # --- the loop ---
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterates over `loader`; the time that it takes to give the next batch is `input`."""
-        iterator = iter(loader)
+        try:
+            iterator = iter(loader)
+        except TypeError:
+            kind = type(loader).__name__
+            raise UserError(f"monitor.batches({kind}): give what a for loop takes, such as a DataLoader") from None
+        return self._batches(iterator)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             with self.phase("input"):
                 try:
@@ -176,29 +223,66 @@ class Monitor:
                     return
             yield batch
 
-    def phase(self, name: str) -> Phase:
-        """A `with` block that is one of the phases input, forward, backward, optimizer, checkpoint, other."""
-        if not self._tracker.started:
-            self._begin()
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A `with` block that is one of the phases input, forward, backward, optimizer, checkpoint, other; nothing else
+        is looked for inside it."""
         if name not in self._phases:
             raise UserError(f"unknown phase {name!r}{nearest(name, PHASES)}: the phases are {', '.join(PHASES)}")
-        return self._phases[name]
-
-    def step(self, tokens: int = 0) -> "Step":
-        """A `with` block whose end is the end of a step. `tokens`: this rank's distinct tokens in it."""
+        if self._off:
+            return _NO_PHASE
         if not self._tracker.started:
             self._begin()
-        self._observation.tokens = tokens
+        return self._phases[name]
+
+    def step(self, tokens: int = 0) -> Step:
+        """A `with` block whose end is the end of a step. `tokens`: this rank's distinct tokens in it, 0: not known."""
+        if self._off:
+            return Step(self, Observation(0, []))
+        if not self._tracker.started:
+            self._begin()
+        if not self._in_step:
+            self._observation.tokens = tokens
         return Step(self, self._observation)
+
+    def end_step(
+        self, tokens: int = 0, loss: Any = None, skipped: str | None = None, rename: str | None = None
+    ) -> None:
+        """The end of a step, for loops that call back where no `with` block is possible. `skipped`: why the step is
+        kept out of averages. `rename`: the phase that the time since the last boundary turned out to be."""
+        step = self.step(tokens)
+        if loss is not None:
+            step.loss(loss)
+        if skipped is not None:
+            step.skip(skipped)
+        if rename is not None:
+            self.was(rename)
+        with step:
+            pass
+
+    def was(self, phase: str) -> None:
+        """What ran since the last boundary of phases was this phase, as a callback tells after the fact."""
+        if not self._off and self._tracker.started and not self._tracker.marked and self._tracker.phase == OTHER:
+            self._tracker.rename(PHASES.index(phase))
+            self._tracker.enter(OTHER)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps of optimizers were seen so far."""
+        return self._finder.optimizer_steps if self._finder is not None else 0
+
+    def on_optimizer_step(self, stepped: Callable[[Any], None]) -> None:
+        """`stepped(optimizer)` is called after each of them."""
+        if self._finder is not None:
+            self._finder.stepped = stepped
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
-        if self._writer is None:
+        if self._recorder is None:
             return
         if self._exchange.is_alive():
             self._exchange.note({"event": event, "time_utc": utc_now(), **fields})
         else:  # it would take it nowhere any more
-            self._write(lambda writer: writer.event(event, **fields))
+            self._recorder.event(event, fields)
 
     def alive(self) -> None:
         """Something long inside one phase goes on: nobody takes this rank for stuck (docs/hangs.md)."""
@@ -217,18 +301,30 @@ class Monitor:
 
     def wait_recorded(self, step: int, within_s: float) -> bool:
         """On rank 0: waits until the record has this step. Also True when there is no record to wait for."""
-        deadline = time.monotonic() + within_s
-        with self._recorded:
-            while self._recorded_step < step and not self._closed and self._exchange.failure is None:
-                if time.monotonic() > deadline or self._writer_failure is not None:
-                    return False
-                self._recorded.wait(_LOOK_AGAIN_S)  # an exchange that fails tells nobody
-        return True
+        if self._recorder is None:
+            return True
+        return self._recorder.wait_recorded(step, within_s, lambda: self._closed or self._exchange.failure is not None)
 
     def sync_record(self) -> None:
         """On rank 0: what was recorded so far survives also the machine. Raises OSError."""
-        if self._writer is not None:
-            self._writer.sync()
+        if self._recorder is not None:
+            self._recorder.sync()
+
+    def exclude(self) -> None:
+        """`bireme.observe_nothing()` begins."""
+        if not self._off and self._tracker.started:
+            self._tracker.marked += 1
+            self._excluded.append(self._tracker.enter(OTHER))
+            self._collectives.paused = True
+
+    def include(self) -> None:
+        """It ends."""
+        if self._excluded:
+            self._tracker.marked -= 1
+            before = self._excluded.pop()
+            if not self._off:
+                self._tracker.enter(before)
+            self._collectives.paused = bool(self._excluded)
 
     def _begin(self) -> None:
         """The first step begins now: what was issued before it belongs to no step."""
@@ -237,10 +333,31 @@ class Monitor:
         self._exchange.begin()
         self._tracker.enter(OTHER)
 
+    def _begin_step(self) -> bool:
+        """Whether the step counts."""
+        if self._off or self._excluded:
+            return False
+        if self._in_step:
+            self._say_once("a step begins inside another: the inner one does not count; end a step before the next")
+            return False
+        self._in_step = True
+        return True
+
+    def _leave_step(self, complete: bool) -> None:
+        self._in_step = False
+        if complete and not self._off:
+            try:
+                self._end_step()
+            except Exception as error:
+                self._turn_off(error)
+
     def _end_step(self) -> None:
         observation = self._observation
         if self._step <= self._skip_upto:
             observation.skipped = "warm-up"
+        if self._flops is not None:
+            observation.forward_flops = self._flops.take()
+            self._flops = None
         observation.boundaries, observation.end = self._tracker.cut()
         observation.spans = self._collectives.take()
         observation.pauses, self._pauses = self._pauses, []
@@ -248,9 +365,12 @@ class Monitor:
         self._collectives.overhead_ns = self._tracker.marks = 0
         self._step += 1
         self._collectives.step = self._step
+        if self._finder is not None:
+            self._finder.cut()
         if self._position is not None:
             self._position.begin_step(self._step)
         self._observation = Observation(self._step, [])
+        self._look_for_groups()
         self._exchange.submit(observation)
 
     # --- the end ---
@@ -259,15 +379,18 @@ class Monitor:
         """Hands over the last steps, waiting at most `within_s` for the other ranks, and completes run.json."""
         with self._closing:  # the loop and the one who watches over a stuck loop may both close: the second waits
             if not self._closed:
-                self._closed = True
+                self._closed = self._off = True
                 self._close(status, reason, within_s)
 
     def _close(self, status: str, reason: str | None, within_s: float) -> None:
         atexit.unregister(self._at_exit)
         if self._watch is not None:
             self._watch.ended("left" if status == "finished" else "interrupted")
+        self._stop_looking()
         self._collectives.close()
         self._garbage.close()
+        if self._optimizers and self._step > self._first_step and not self.optimizer_steps:
+            log.warning("the optimizer given to the Monitor never stepped: its phase holds nothing")
         if self._collectives.failure:
             log.warning("collectives were not all observed: %s", self._collectives.failure)
         complete = self._exchange.finish(within_s)
@@ -277,18 +400,23 @@ class Monitor:
         elif self._exchange.unshared_steps and status == "finished":
             reason = f"{self._exchange.unshared_steps} more steps of some ranks are not in the record: others had ended"
             log.warning("%s", reason)
-        if self._writer is not None:
-            # Also after a failed write: a disk may have room for this much, and nobody should take the run for alive.
-            with suppress(OSError):
-                self._writer.finish(status, reason or self._writer_failure)
-            self._writer.close()
+        if self._recorder is not None:
+            self._recorder.close(status, reason)
+        if self._metrics is not None:
+            self._metrics.close()
         self._clock.close()
         if self._watch is not None:
             self._watch.close()
 
     def _at_exit(self) -> None:
         """A loop that never closed its monitor keeps its record, and its process ends as if there were none."""
-        self.close("finished", "the monitor was not closed", within_s=5.0)
+        if os.getpid() != self._process:  # a child that was forked
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if error is not None and not isinstance(error, SystemExit):
+            self.__exit__(type(error), error, None)
+        else:
+            self.close("finished", within_s=_AT_EXIT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -306,86 +434,106 @@ class Monitor:
             self.close("failed", f"{kind.__name__}: {error}", within_s=3.0)
 
     # --- inside ---
+    def _together(self, action: Callable[[], _T]) -> _T:
+        """What is wrong on one rank is raised on every rank: nobody waits for one that has given up."""
+        answer: Any = None
+        problem = None
+        try:
+            answer = action()
+        except UserError as error:
+            problem = str(error)
+        try:
+            self._channel.raise_together(problem)
+        except UserError:
+            self._stop_looking()
+            self._clock.close()
+            raise
+        return cast("_T", answer)
 
-    def _open_run(self, facts: dict[str, Any], resume_after: int | None) -> None:
+    def _find_phases(self, how: str, models: list[Any], optimizers: list[Any], count_flops: bool) -> None:
+        if how == "automatic":
+            self._finder = PhaseFinder(self._tracker, models, optimizers, self._turn_off)
+        elif how != "explicit":
+            raise UserError(f'phases={how!r}: "automatic" or "explicit"')
+        if count_flops:
+            if not models:
+                raise UserError('flops_per_token="count" needs the model: Monitor(..., model=model)')
+            self._flops = ForwardFlops(models)
+
+    def _open_run(
+        self, facts: dict[str, Any], resume_after: int | None, on_steps: Listener | None, port: int | None, address: str
+    ) -> None:
         """Rank 0 makes the run directory; what stands in the way of it is raised on every rank."""
         problem = None
         if self._channel.rank == 0:
             try:
-                self._writer = RunWriter(self.directory, facts, resume_after)
+                if port is not None:
+                    from bireme.metrics import MetricsServer  # late: few have it
+
+                    self._metrics = MetricsServer(port, facts, address, str(self.directory))
+                    self._metrics.start()
+                self._recorder = Recorder(self.directory, facts, resume_after, [on_steps] if on_steps else [])
+                if self._metrics is not None:
+                    self._recorder.listen(self._metrics.update)
             except UserError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"cannot write the run directory {self.directory}: {error.strerror or error}"
         problem = self._channel.all_gather(problem)[0]
         if problem:
+            if self._metrics is not None:
+                self._metrics.close()
+            self._stop_looking()
             self._clock.close()
             raise SharedError(problem)
-
-    def _write(self, action: Callable[[RunWriter], None]) -> None:
-        """Writes, in order; what finds no room is kept and tried again the next time: a disk may be cleared."""
-        if self._writer is None:
-            return
-        try:
-            with self._writing:  # an event of the hang watch comes from a thread of its own
-                self._unwritten.append(action)
-                while self._unwritten:
-                    self._unwritten[0](self._writer)
-                    self._unwritten.popleft()
-        except OSError as error:
-            if self._writer_failure is None:
-                self._writer_failure = error.strerror or str(error)
-                why = f"cannot write to {self.directory}: {self._writer_failure}"
-                log.error("%s; training goes on, what is to be recorded is kept and tried again", why)
-            return
-        if self._writer_failure is not None:
-            log.warning("the record in %s is written again", self.directory)
-            self._writer_failure = None
 
     def _deliver(
         self, lines: list[dict[str, Any]], events: list[dict[str, Any]], samples: list[dict[str, Any]]
     ) -> None:
-        self._write(lambda writer: writer.steps(lines))
-        if samples:
-            self._write(lambda writer: writer.samples(samples))
-        for line in lines:
-            if "loss_reason" in line and not self._said_not_finite:
-                self._said_not_finite = True
-                log.warning(
-                    "the loss is %s since step %d: is the learning rate too high?", line["loss_reason"], line["step"]
-                )
-        for event in events:
-            fields = {name: value for name, value in event.items() if name != "event"}
-            self._write(lambda writer, kind=event["event"], fields=fields: writer.event(kind, **fields))  # type: ignore[misc]
-        if lines and not self._unwritten:
-            with self._recorded:
-                self._recorded_step = lines[-1]["step"]
-                self._recorded.notify_all()
-        events = [*events, *self._judged(lines, events)]
-        if self._on_steps is not None:
-            try:
-                self._on_steps(lines, events)
-            except Exception as error:  # nobody reads the console any more, or so: no reason to lose the record
-                self._on_steps = None
-                log.warning("the steps are not shown any more: %s: %s", type(error).__name__, error)
+        if self._recorder is not None:
+            self._recorder.deliver(lines, events, samples)
 
-    def _judged(self, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rank 0's verdicts on the last steps, as events; what goes wrong with them is no reason to lose the record."""
-        if self._judge is None or not lines:
-            return []
-        try:
-            verdicts = [change.as_event() for change in self._judge.add(lines, events)]
-        except Exception as error:
-            self._judge = None
-            log.warning("no more verdicts while the run goes on: %s: %s", type(error).__name__, error)
-            log.debug("no more verdicts", exc_info=True)
-            return []
-        for verdict in verdicts:
-            fields = {name: value for name, value in verdict.items() if name != "event"}
-            self._write(lambda writer, fields=fields: writer.event("verdict", **fields))  # type: ignore[misc]
-            if self._on_steps is None:
-                log.warning("%s", verdict["message"])
-        return verdicts
+    def _learned(self, **facts: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.learned(**facts)
+
+    def _look_for_groups(self) -> None:
+        """Groups that were made since the last step are observed from the next one on."""
+        if self._channel.distributed and hooks_missing() is None:
+            for group in process_groups():
+                if id(group) not in self._known_groups:
+                    self._known_groups[id(group)] = group
+                    self._collectives.add(self._late.add(group), group)
+
+    def _entered(self, phase: int) -> None:
+        if self._position is not None:
+            self._position.enter(phase)
+
+    def _turn_off(self, error: BaseException) -> None:
+        """An error in here is no reason to stop training: all ranks stop observing, and it is said once."""
+        if self._off:
+            return
+        self._off = True
+        log.debug("the monitor fails", exc_info=error)
+        with suppress(Exception):
+            self._stop_looking()
+            self._collectives.paused = True
+            self._exchange.give_up_on(f"rank {self._channel.rank}: {type(error).__name__}: {error}")
+
+    def _stop_looking(self) -> None:
+        """Hooks are taken off again."""
+        nothing.unfollow(self)
+        leaving.forget(self.close)
+        if self._finder is not None:
+            self._finder.close()
+        if self._flops is not None:
+            self._flops.take()
+            self._flops = None
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            log.warning("%s", message)
 
     def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
         self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))
@@ -399,43 +547,13 @@ class Monitor:
         return int(statistics.median(costs))
 
 
-class Step:
-    """One step of the loop, while it lasts."""
+def _several(given: Any) -> list[Any]:
+    """One or a list."""
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
-    __slots__ = ("_monitor", "_observation")
 
-    def __init__(self, monitor: Monitor, observation: Observation):
-        self._monitor = monitor
-        self._observation = observation
-
-    def loss(self, mean: Any, tokens: int | None = None) -> None:
-        """The step's mean loss on this rank: a number or a detached scalar tensor, read later and never here.
-
-        `tokens`: how many it is the mean of; ranks are weighted by them. Without, every rank counts alike.
-        """
-        self._observation.loss = mean.detach() if hasattr(mean, "detach") else mean
-        self._observation.loss_count = tokens
-
-    def record(self, **facts: Any) -> None:
-        """Numbers or scalar tensors that belong to the step's record (rank 0's are kept)."""
-        self._observation.facts.update(facts)
-
-    def samples(self, place: int, ids: Any) -> None:
-        """Logs the ids of the samples that this rank trains on in this step; `place` orders the ranks' shares."""
-        self._observation.samples = (place, [int(each) for each in ids])
-
-    def skip(self, why: str) -> None:
-        """Keeps this step out of averages, because something happened in it that training does not do."""
-        self._observation.skipped = why
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._monitor._end_step()
+def _groups_of(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"name": each["name"], "ranks": each["ranks"]} for each in table]
 
 
 def _resolve_thread(observation: Observation) -> tuple[int, int, list[Segment]]:

@@ -32,16 +32,24 @@ class Observation:
     facts: dict[str, Any] = field(default_factory=dict)  # tensors or numbers, taken from rank 0
     samples: tuple[int, Any] | None = None  # this rank's place in the global batch, and its sample ids
     overhead_ns: int = 0
+    forward_flops: int | None = None  # counted in this step
 
 
 class PhaseTracker:
     """Follows the training thread through phases, which nest, and cuts the timeline into steps without a gap."""
 
-    def __init__(self, clock: Clock, tell: Callable[[int], None] | None = None):
-        """`tell` is called with every phase that begins."""
+    def __init__(
+        self,
+        clock: Clock,
+        tell: Callable[[int], None] | None = None,
+        failed: Callable[[Exception], None] | None = None,
+    ):
+        """`tell` is called with every phase that begins, `failed` with an error, which the loop never sees."""
         self._clock = clock
         self._tell = tell
+        self._failed = failed
         self._phase = OTHER
+        self.marked = 0  # how deep in phases that the user marks
         self._boundaries: list[tuple[int, Any]] = []
         self.marks = 0  # clock readings since the last step: the known part of the cost of measuring
 
@@ -57,11 +65,20 @@ class PhaseTracker:
         """Begins a phase now; returns the one that it interrupts."""
         before = self._phase
         self._phase = phase
-        self._boundaries.append((phase, self._clock.read()))
-        self.marks += 1
-        if self._tell is not None:
-            self._tell(phase)
+        try:
+            self._boundaries.append((phase, self._clock.read()))
+            self.marks += 1
+            if self._tell is not None:
+                self._tell(phase)
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
         return before
+
+    def rename(self, phase: int) -> None:
+        """The stretch since the last boundary was this phase, as has become clear; what goes on is as it was."""
+        self._boundaries[-1] = (phase, self._boundaries[-1][1])
 
     def fail(self, before: int) -> None:
         """Leaves a phase on an exception: for whoever asks, the rank is still where it failed."""
@@ -88,11 +105,13 @@ class Phase:
         self._before: list[int] = []
 
     def __enter__(self) -> None:
+        self._tracker.marked += 1
         self._before.append(self._tracker.enter(self._index))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tracker.marked -= 1
         if kind is None:
             self._tracker.enter(self._before.pop())
         else:
