@@ -191,6 +191,71 @@ def report(
 
 
 @app.command
+def watch(run: Path, /, *, every: float = 1.0, once: bool = False) -> int:
+    """Follow a run while it goes on: step, loss, tokens/s, MFU, where the time goes, verdicts, events.
+
+    Where the output is no terminal: plain lines, until the run has ended; exit code 1 when it failed.
+
+    Parameters
+    ----------
+    run
+        Run directory; also one that is still empty, or that is being copied.
+    every
+        Seconds between two looks.
+    once
+        Print what there is now, and end.
+    """
+    from bireme.watch import watch_command
+
+    return watch_command(run, every, once)
+
+
+export = cyclopts.App(
+    name="export",
+    help="Write a run in the formats of other tools.",
+    help_format="plaintext",
+    result_action="return_value",
+)
+app.command(export)
+
+
+@export.command(name="trace")
+def export_trace(run: Path, /, *, steps: str | None = None, out: Path | None = None) -> None:
+    """Write the steps that were traced (--trace-steps) as a Chrome trace, all ranks on one clock.
+
+    It opens in ui.perfetto.dev and in chrome://tracing. docs/trace.md says what it shows.
+
+    Parameters
+    ----------
+    run
+        Run directory.
+    steps
+        Only these of them, as in 20:21.
+    out
+        File to write, compressed where its name ends in .gz; trace.json in the run's directory if not given.
+    """
+    from bireme.report.trace import trace_command
+
+    trace_command(run, steps, out)
+
+
+@export.command(name="csv")
+def export_csv(run: Path, /, *, out: Path | None = None) -> None:
+    """Write the ledger as CSV: one line for each step and rank (docs/metrics.md).
+
+    Parameters
+    ----------
+    run
+        Run directory.
+    out
+        File to write; standard output if not given.
+    """
+    from bireme.report.csv_export import csv_command
+
+    csv_command(run, out)
+
+
+@app.command
 def nodes(
     *command: str,
     nodes: int = 2,

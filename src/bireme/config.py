@@ -141,6 +141,15 @@ class TrainConfig:
     abort_after: float = 600.0
     """Seconds without movement after which all ranks end (not in the first step); 0: never."""
 
+    trace_steps: str = ""
+    """Steps to keep every span of, for `bireme export trace`, as in 20:22 or 5,20:22."""
+
+    metrics_port: int | None = None
+    """Port on which rank 0 serves Prometheus metrics; none: nowhere."""
+
+    metrics_address: str = "127.0.0.1"
+    """Address that they are served on."""
+
     peak_seconds: float = 1.0
     """How long to measure what a matrix multiplication reaches on this CPU, for MFU; 0: no MFU on a CPU."""
 
@@ -228,7 +237,18 @@ def _pipeline_micro_batches(share: int, pipeline_size: int) -> int:
 
 
 # What belongs to one start of the program, and not to the run that is continued.
-OF_A_START = ("run", "resume", "resume_from", "device", "inject", "stall_after", "abort_after")
+OF_A_START = (
+    "run",
+    "resume",
+    "resume_from",
+    "device",
+    "inject",
+    "stall_after",
+    "abort_after",
+    "trace_steps",
+    "metrics_port",
+    "metrics_address",
+)
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from bireme.text import name_ranks
+from bireme.text import duration, name_ranks
 
 
 class RankLog(logging.Handler):
@@ -159,7 +159,7 @@ class StepPrinter:
             f"{tokens_per_s:,.0f} tokens/s (global)",
             f"communication {share:.0%}" if self._communication_known else "communication n/a",
             f"MFU {mfu:.1%}" if mfu is not None else "MFU n/a",
-            f"ETA {_duration(left_s)}",
+            f"ETA {duration(left_s)}",
         ]
         if line.get("evaluation_loss") is not None:
             parts.append(f"evaluation loss {line['evaluation_loss']:.4f}")
@@ -170,14 +170,8 @@ class StepPrinter:
             self._console.file.flush()
         else:
             self._console.print(Text(text), soft_wrap=True)
-            self._progress.update(self._task, completed=line["step"], state=f"loss {loss}  ETA {_duration(left_s)}")
+            self._progress.update(self._task, completed=line["step"], state=f"loss {loss}  ETA {duration(left_s)}")
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

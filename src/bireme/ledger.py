@@ -76,6 +76,21 @@ class GroupUse:
 
 
 @dataclass(slots=True)
+class Division:
+    """One segment divided into states. `states_ns` add up to its length exactly.
+
+    `located` is where in it the thread was blocked on collectives, `transfer` the part of that where bytes were moving
+    (unions of intervals); they are longer than their states where the kernel has less blocked time in all.
+    """
+
+    states_ns: list[int]
+    located: list[Interval]
+    transfer: list[Interval]
+    clamped_ns: int
+    unlocated_ns: int
+
+
+@dataclass(slots=True)
 class StepLedger:
     """The ledger of one rank and step. `cells[phase][state]` in nanoseconds add up to `end_ns - start_ns` exactly."""
 
@@ -131,6 +146,19 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
             i += 1
         else:
             j += 1
+    return result
+
+
+def difference(a: Iterable[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """What the union `a` has and the union `b` has not."""
+    result: list[Interval] = []
+    for start, end in a:
+        for hole_start, hole_end in clip(b, start, end):
+            if hole_start > start:
+                result.append((start, hole_start))
+            start = hole_end
+        if end > start:
+            result.append((start, end))
     return result
 
 
@@ -232,6 +260,35 @@ def _uses(spans: Iterable[Span]) -> list[GroupUse]:
 # --- the ledger --------------------------------------------------------------------------------------------------
 
 
+def divide(segments: Sequence[Segment], spans: Sequence[Span]) -> list[Division]:
+    """Each segment divided into states. `spans` are all collectives that overlap the step that `segments` tile."""
+    located = _located(segments, spans)
+    windows = union(_window(span) for span in spans if span.transfer_ns is not None)
+    divisions = []
+    for segment in segments:
+        wall_ns = segment.end_ns - segment.start_ns
+        here = clip(located, segment.start_ns, segment.end_ns)
+        located_ns = length(here)
+        cpu_ns = segment.cpu_ns
+        if cpu_ns is None:  # a compute stream: busy unless it waited for a collective, idle where it computes nothing
+            cpu_ns = wall_ns - located_ns if PHASES[segment.phase] in COMPUTE_PHASES else 0
+        running_ns = min(cpu_ns, wall_ns)
+        runnable_ns = min(segment.run_delay_ns, wall_ns - running_ns)
+        blocked_ns = wall_ns - running_ns - runnable_ns
+        clamped_ns = cpu_ns - running_ns + segment.run_delay_ns - runnable_ns
+
+        moving = intersection(here, windows)
+        transfer_ns = length(moving)
+        wait_ns = located_ns - transfer_ns
+        unlocated_ns = blocked_ns - located_ns if located_ns else 0
+        if located_ns > blocked_ns:  # the kernel knows better how long it was; the collectives only how to divide it
+            transfer_ns = transfer_ns * blocked_ns // located_ns
+            wait_ns = blocked_ns - transfer_ns
+        states_ns = [running_ns, runnable_ns, transfer_ns, wait_ns, blocked_ns - transfer_ns - wait_ns]
+        divisions.append(Division(states_ns, here, moving, clamped_ns, unlocated_ns))
+    return divisions
+
+
 def account(
     start_ns: int, end_ns: int, segments: Sequence[Segment], spans: Sequence[Span], step: int | None = None
 ) -> StepLedger:
@@ -249,40 +306,19 @@ def account(
     if boundary_ns != end_ns:
         raise ValueError(f"the segments end at {boundary_ns} ns, the step at {end_ns} ns")
 
-    matched = [span for span in spans if span.transfer_ns is not None]
-    located = _located(segments, spans)
-    windows = union(_window(span) for span in matched)
     cells = [[0] * len(STATES) for _ in PHASES]
     clamped_ns = unlocated_ns = exposed_ns = exposed_transfer_ns = 0
-    for segment in segments:
-        wall_ns = segment.end_ns - segment.start_ns
-        here = clip(located, segment.start_ns, segment.end_ns)
-        located_ns = length(here)
-        cpu_ns = segment.cpu_ns
-        if cpu_ns is None:  # a compute stream: busy unless it waited for a collective, idle where it computes nothing
-            cpu_ns = wall_ns - located_ns if PHASES[segment.phase] in COMPUTE_PHASES else 0
-        running_ns = min(cpu_ns, wall_ns)
-        runnable_ns = min(segment.run_delay_ns, wall_ns - running_ns)
-        blocked_ns = wall_ns - running_ns - runnable_ns
-        clamped_ns += cpu_ns - running_ns + segment.run_delay_ns - runnable_ns
-
-        transfer_ns = length(intersection(here, windows))
-        wait_ns = located_ns - transfer_ns
-        if located_ns:
-            unlocated_ns += blocked_ns - located_ns
-        if located_ns > blocked_ns:  # the kernel knows better how long it was; the collectives only how to divide it
-            transfer_ns = transfer_ns * blocked_ns // located_ns
-            wait_ns = blocked_ns - transfer_ns
-        exposed_ns += transfer_ns + wait_ns
-        exposed_transfer_ns += transfer_ns
-
+    for segment, division in zip(segments, divide(segments, spans), strict=True):
         row = cells[segment.phase]
-        row[RUNNING] += running_ns
-        row[RUNNABLE] += runnable_ns
-        row[TRANSFER] += transfer_ns
-        row[WAIT] += wait_ns
-        row[BLOCKED] += blocked_ns - transfer_ns - wait_ns
+        for state, state_ns in enumerate(division.states_ns):
+            row[state] += state_ns
+        clamped_ns += division.clamped_ns
+        unlocated_ns += division.unlocated_ns
+        exposed_ns += division.states_ns[TRANSFER] + division.states_ns[WAIT]
+        exposed_transfer_ns += division.states_ns[TRANSFER]
 
+    matched = [span for span in spans if span.transfer_ns is not None]
+    windows = union(_window(span) for span in matched)
     issued = [span for span in spans if step is None or span.step == step]
     in_flight_ns = length(clip(union(_flight(span) for span in matched), start_ns, end_ns))
     return StepLedger(

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from bireme.run_reader import (
     RUN_FILE,
     SAMPLES_FILE,
     STEPS_FILE,
+    TRACE_FILE,
     VERSION,
     earlier_run_file,
     read_facts,
@@ -36,6 +38,11 @@ _LOCK_WAIT_S = 5.0  # what a process that is being ended may take to let go of i
 def utc_now() -> str:
     """The time as ISO 8601 with milliseconds, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def default_run() -> str:
+    """`runs/<UTC time>-<id>`: where a run goes that nobody named."""
+    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}")
 
 
 def _encode(value: Any, option: int = 0) -> bytes:
@@ -120,7 +127,7 @@ class RunWriter:
         attempt = attempt if type(attempt) is int else 1
         write_json_atomic(self.directory / earlier_run_file(attempt), before)
         (self.directory / STEPS_FILE).touch()
-        for name in (STEPS_FILE, SAMPLES_FILE):
+        for name in (STEPS_FILE, SAMPLES_FILE, TRACE_FILE):
             _keep_steps(self.directory / name, after)
         self._facts["attempt"] = attempt + 1
         self.event(RESUMED, attempt=attempt + 1, **(self._facts.get("resumed_from") or {}))
@@ -159,6 +166,12 @@ class RunWriter:
             (self.directory / SAMPLES_FILE).touch()
         self._append(SAMPLES_FILE, lines)
 
+    def trace(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append what was seen of chosen steps, and how the ranks' clocks compare (docs/trace.md)."""
+        if not (self.directory / TRACE_FILE).exists():
+            (self.directory / TRACE_FILE).touch()
+        self._append(TRACE_FILE, ({"attempt": self._facts["attempt"], **line} for line in lines))
+
     def event(self, event: str, /, **fields: Any) -> None:
         """Append one event, stamped with the time unless it has one."""
         self._append(EVENTS_FILE, [{"time_utc": fields.pop("time_utc", None) or utc_now(), "event": event, **fields}])
@@ -172,6 +185,12 @@ class RunWriter:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
+
+    def learned(self, **facts: Any) -> None:
+        """Renew `run.json` with what was not known when the run began."""
+        with self._lock:
+            self._facts |= facts
+            write_json_atomic(self.directory / RUN_FILE, self._facts)
 
     def finish(self, status: str, reason: str | None = None, **more_facts: Any) -> None:
         """Renew `run.json` with how the run ended, and note it as a `status` event."""

@@ -4,15 +4,18 @@ What is read may come from anywhere: it is checked here, once, so that reports c
 """
 
 import contextlib
+import gc
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from bireme.errors import UserError
-from bireme.ledger import PHASES, STATES
+from bireme.ledger import PHASES, STATES, Segment, Span
 
 FORMAT = "bireme-run"
 VERSION = 1
@@ -20,6 +23,7 @@ RUN_FILE = "run.json"
 STEPS_FILE = "steps.jsonl"
 EVENTS_FILE = "events.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TRACE_FILE = "trace.jsonl"
 LOGS_DIRECTORY = "logs"
 RESUMED = "resumed"  # the event that an attempt to continue the run begins with
 
@@ -135,7 +139,7 @@ def _is_ints(value: Any, count: int) -> bool:
     return not value or -_MOST < min(value) <= max(value) < _MOST
 
 
-def _is_step(line: Any, world_size: int, groups: int) -> bool:
+def is_step(line: Any, world_size: int, groups: int) -> bool:
     """Whether a line of steps.jsonl has what reports use of it, with the right types."""
     if type(line) is not dict or type(line.get("step")) is not int or not abs(line["step"]) < _MOST:
         return False
@@ -148,46 +152,80 @@ def _is_step(line: Any, world_size: int, groups: int) -> bool:
         return False
     if not all(line.get(name) is None or is_number(line[name]) for name in ("loss", "injected_ms")):
         return False
-    arrays = [line.get(name) for name in ("start_ns", *_RANK_NUMBERS, "cells_ns", "overhead_ns", "collectives")]
+    arrays: list[Any] = [
+        line.get(name) for name in ("start_ns", *_RANK_NUMBERS, "cells_ns", "overhead_ns", "collectives")
+    ]
     if not all(type(array) is list and len(array) == world_size for array in arrays):
         return False
-    for start_ns, *numbers, cells_ns, overhead_ns, collectives in zip(*arrays, strict=True):
-        if start_ns is None:  # a rank that ended early leaves null everywhere
-            if any(value is not None for value in (*numbers, cells_ns, overhead_ns, collectives)):
-                return False
-            continue
-        if not (_is_ints([start_ns, *numbers], 1 + len(numbers)) and numbers[0] >= start_ns):
+    here = [start_ns is not None for start_ns in line["start_ns"]]
+    if not all(here):  # a rank that ended early leaves null everywhere
+        if any(value is not None for array in arrays for value, there in zip(array, here, strict=True) if not there):
             return False
-        if not (_is_ints(cells_ns, CELLS) and _is_ints(overhead_ns, 2) and type(collectives) is list):
-            return False
-        for use in collectives:
-            if not (type(use) is list and len(use) == 6 and type(use[1]) is str):
-                return False
-            if not (_is_ints([use[0], *use[2:]], 5) and 0 <= use[0] < groups):
-                return False
-    return True
+        arrays = [list(compress(array, here)) for array in arrays]
+    start_ns, *numbers, cells_ns, overhead_ns, collectives = arrays
+    if not all(_is_ints(each, len(start_ns)) for each in (start_ns, *numbers)):
+        return False
+    if not all(end >= start for start, end in zip(start_ns, numbers[0], strict=True)):
+        return False
+    return _is_table(cells_ns, CELLS) and _is_table(overhead_ns, 2) and _are_uses(collectives, groups)
 
 
-def _is_event(line: Any) -> bool:
+def _is_rows(rows: list[Any], width: int) -> bool:
+    return set(map(type, rows)) <= {list} and set(map(len, rows)) <= {width}
+
+
+def _is_table(rows: list[Any], width: int) -> bool:
+    """Whether all are lists of so many whole numbers. Looked at as one: a step of a thousand ranks has 30 000."""
+    if not _is_rows(rows, width):
+        return False
+    numbers = list(chain.from_iterable(rows))
+    return _is_ints(numbers, len(numbers))
+
+
+def _are_uses(ranks: list[Any], groups: int) -> bool:
+    """Whether all are lists of `[group, operation, count, bytes, transfer_ns, wait_ns]`."""
+    if not set(map(type, ranks)) <= {list}:
+        return False
+    uses = list(chain.from_iterable(ranks))
+    if not uses:
+        return True
+    if not _is_rows(uses, 6):
+        return False
+    group, operation, *numbers = (list(column) for column in zip(*uses, strict=True))
+    if not all(_is_ints(column, len(uses)) for column in (group, *numbers)):
+        return False
+    return set(map(type, operation)) <= {str} and min(group) >= 0 and max(group) < groups
+
+
+def is_event(line: Any) -> bool:
     return type(line) is dict and type(line.get("event")) is str
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: millions of lists that hold no cycle take longer to look through than to make."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def read_lines(path: Path) -> tuple[list[Any], int]:
     """The lines that parse, and how many do not; a torn last line is one that is still being written."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return [], 0
     lines, damaged = [], 0
-    whole, _, last = data.rpartition(b"\n")
-    for line in whole.split(b"\n"):
-        if line.strip():
-            try:
-                lines.append(orjson.loads(line))
-            except orjson.JSONDecodeError:
-                damaged += 1
-    with contextlib.suppress(orjson.JSONDecodeError):
-        lines.append(orjson.loads(last))  # only the line end is missing
+    try:
+        with path.open("rb") as file, uncollected():
+            for line in file:
+                try:
+                    if not line.isspace():
+                        lines.append(orjson.loads(line))
+                except orjson.JSONDecodeError:
+                    damaged += line.endswith(b"\n")
+    except FileNotFoundError:
+        pass
     return lines, damaged
 
 
@@ -249,8 +287,8 @@ def read_run(directory: Path) -> Run:
         earlier, steps = _since(earlier, facts)
     facts = {**facts, **{name: newest.get(name) for name in ("status", "status_reason", "ended_utc")}}
 
-    good_steps = [line for line in steps if _is_step(line, facts["world_size"], len(facts["groups"]))]
-    good_events = [line for line in events if _is_event(line)]
+    good_steps = [line for line in steps if is_step(line, facts["world_size"], len(facts["groups"]))]
+    good_events = [line for line in events if is_event(line)]
     attempt = _number_of(facts, "attempt")
     begun = [
         index
@@ -260,3 +298,148 @@ def read_run(directory: Path) -> Run:
     begins = begun[-1] if begun else 0
     damaged = damaged_steps + damaged_events + len(steps) - len(good_steps) + len(events) - len(good_events)
     return Run(directory, facts, good_steps, good_events[begins:], damaged, earlier, good_events[:begins])
+
+
+# --- the trace of chosen steps -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """What one rank saw of one step, in nanoseconds of its own clock. `spans`: all that its ledger was made of;
+    `pauses`: (start, end, generation) of garbage collections."""
+
+    step: int
+    rank: int
+    start_ns: int
+    end_ns: int
+    segments: list[Segment]
+    spans: list[Span]
+    pauses: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The traced steps of one attempt, by step and rank. `clocks`: after which step the clocks were compared, and by
+    rank (its clock, how far that is ahead of rank 0's, by how much that may be wrong), in nanoseconds."""
+
+    directory: Path
+    facts: dict[str, Any]
+    steps: list[TracedStep]
+    clocks: list[tuple[int, dict[int, tuple[int, int, int]]]]
+    damaged_lines: int
+
+
+def _is_row(value: Any, *kinds: _Kinds) -> bool:
+    """Whether it is a list of values of these types; whole numbers are of a size to compute with."""
+    return (
+        type(value) is list
+        and len(value) == len(kinds)
+        and all(type(each) in kind for each, kind in zip(value, kinds, strict=True))
+        and all(-_MOST < each < _MOST for each in value if type(each) is int)
+    )
+
+
+_INT: _Kinds = (int,)
+_INT_OR_NONE: _Kinds = (int, _NONE)
+_SPAN_ROW = (_INT, _INT, (str,), _INT, _INT, *(_INT_OR_NONE,) * 3, (list,), (str,), _INT, _INT)
+
+
+def _span(row: Any) -> Span:
+    if not _is_row(row, *_SPAN_ROW):
+        raise ValueError
+    group, sequence, operation, num_bytes, issue_ns, finish_ns, duration_ns, transfer_ns, waits, *rest = row
+    known = finish_ns is not None and duration_ns is not None
+    if group < 0 or (duration_ns or 0) < 0 or (transfer_ns is not None and not (known and transfer_ns >= 0)):
+        raise ValueError
+    if not all(_is_row(wait, _INT, _INT) for wait in waits):
+        raise ValueError
+    origin, side, step = rest
+    return Span(
+        *(group, sequence, operation, num_bytes, issue_ns, finish_ns, origin, side, step),
+        waits=[(start_ns, end_ns) for start_ns, end_ns in waits],
+        duration_ns=duration_ns,
+        transfer_ns=transfer_ns,
+    )
+
+
+def _segments(rows: list[Any], start_ns: int, end_ns: int) -> list[Segment]:
+    segments = []
+    boundary_ns = start_ns
+    for row in rows:
+        if not _is_row(row, _INT, _INT, _INT, _INT_OR_NONE, _INT):
+            raise ValueError
+        segment = Segment(*row)
+        if not (0 <= segment.phase < len(PHASES) and boundary_ns == segment.start_ns <= segment.end_ns):
+            raise ValueError
+        if min(segment.cpu_ns or 0, segment.run_delay_ns) < 0:
+            raise ValueError
+        boundary_ns = segment.end_ns
+        segments.append(segment)
+    if boundary_ns != end_ns:
+        raise ValueError
+    return segments
+
+
+def _traced_step(line: dict[str, Any], world_size: int) -> TracedStep:
+    """A step's line of trace.jsonl; ValueError for one that is damaged."""
+    numbers = [line.get(name) for name in ("step", "rank", "start_ns", "end_ns")]
+    lists = [line.get(name) for name in ("segments", "spans", "pauses")]
+    if not (_is_ints(numbers, 4) and all(type(each) is list for each in lists)):
+        raise ValueError
+    step, rank, start_ns, end_ns = (int(each or 0) for each in numbers)
+    segments, spans, pauses = (each or [] for each in lists)
+    if not 0 <= rank < world_size or not all(_is_row(each, _INT, _INT, _INT) and each[0] <= each[1] for each in pauses):
+        raise ValueError
+    return TracedStep(
+        *(step, rank, start_ns, end_ns),
+        segments=_segments(segments, start_ns, end_ns),
+        spans=[_span(row) for row in spans],
+        pauses=[(first_ns, last_ns, generation) for first_ns, last_ns, generation in pauses],
+    )
+
+
+def _clock_readings(line: dict[str, Any], world_size: int) -> tuple[int, dict[int, tuple[int, int, int]]]:
+    rows = line["clocks"]
+    if not (_is_row([line.get("step")], _INT) and type(rows) is list):
+        raise ValueError
+    if not all(_is_row(row, *(_INT,) * 4) and 0 <= row[0] < world_size and row[3] >= 0 for row in rows):
+        raise ValueError
+    return line["step"], {rank: (at_ns, offset_ns, bound_ns) for rank, at_ns, offset_ns, bound_ns in rows}
+
+
+def read_trace(directory: Path) -> Trace:
+    """The trace of a run's newest attempt that has one, finished or still growing. Raises UserError, in one line, for
+    what is no run, has no traced step, or cannot be read."""
+    facts = read_facts(directory)
+    try:
+        lines, damaged = read_lines(directory / TRACE_FILE)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    by_attempt: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        if isinstance(line, dict) and type(line.get("attempt")) is int:
+            by_attempt.setdefault(line["attempt"], []).append(line)
+        else:
+            damaged += 1
+    newest = _number_of(facts, "attempt")
+    for attempt in sorted(by_attempt, reverse=True):
+        if attempt > newest or not any("segments" in line for line in by_attempt[attempt]):
+            continue
+        if attempt != newest:
+            facts = read_facts(directory, earlier_run_file(attempt))
+        steps: dict[tuple[int, int], TracedStep] = {}
+        clocks = []
+        for line in by_attempt[attempt]:
+            try:
+                if "clocks" in line:
+                    clocks.append(_clock_readings(line, facts["world_size"]))
+                else:
+                    traced = _traced_step(line, facts["world_size"])
+                    steps[traced.step, traced.rank] = traced
+            except ValueError:
+                damaged += 1
+        if steps:
+            return Trace(directory, facts, [steps[key] for key in sorted(steps)], clocks, damaged)
+    if damaged:
+        raise UserError(f"{directory / TRACE_FILE} has no usable line ({damaged} are damaged)")
+    raise UserError(f"run {directory} has no traced steps: train with --trace-steps 20:22")

@@ -149,7 +149,8 @@ class ScriptSteps:
 
 def _run(words: list[str], module: bool, steps: ScriptSteps) -> int:
     script = words[0]
-    code, failure = 0, None
+    code = 0
+    failure: BaseException | None = None
     sys.argv = list(words)
     try:
         if module:
@@ -159,7 +160,7 @@ def _run(words: list[str], module: bool, steps: ScriptSteps) -> int:
             # A script finds what lies beside it; a folder or an archive is put there by runpy.
             if Path(script).is_file():
                 _first_on_path(Path(script).resolve().parent)
-            runpy.run_path(os.path.abspath(script), run_name="__main__")  # as `__file__` is under Python itself
+            runpy.run_path(str(Path(script).absolute()), run_name="__main__")  # as `__file__` is under Python itself
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         if isinstance(error.code, str):
@@ -186,9 +187,8 @@ def _own_frames(trace: TracebackType | None, script: str) -> TracebackType | Non
     each = trace
     while each is not None:
         name = each.tb_frame.f_code.co_filename
-        if name == os.path.abspath(script) or (
-            each.tb_frame.f_globals.get("__name__") == "__main__" and "runpy" not in name
-        ):
+        is_main = each.tb_frame.f_globals.get("__name__") == "__main__"
+        if name == str(Path(script).absolute()) or (is_main and "runpy" not in name and "bireme" not in name):
             return each
         each = each.tb_next
     return trace

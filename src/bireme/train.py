@@ -158,6 +158,9 @@ def train(
             resume=resume is not None and resume.run is not None,
             stall_after_s=config.stall_after,
             abort_after_s=config.abort_after,
+            metrics_port=config.metrics_port,
+            metrics_address=config.metrics_address,
+            trace_steps=config.trace_steps,
         )
         request.on_stuck = lambda reason: monitor.close("interrupted", reason, within_s=3.0)
         with monitor:

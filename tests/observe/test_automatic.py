@@ -54,7 +54,7 @@ class Loop:
 
     def step(self, batch: torch.Tensor | None = None) -> torch.Tensor:
         batch = torch.ones(4, 8) if batch is None else batch
-        loss = (self.model(batch) - batch).square().mean()
+        loss: torch.Tensor = (self.model(batch) - batch).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -139,7 +139,7 @@ def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
 
         def closure() -> torch.Tensor:
             it.optimizer.zero_grad()
-            loss = it.model(torch.ones(4, 8)).square().mean()
+            loss: torch.Tensor = it.model(torch.ones(4, 8)).square().mean()
             loss.backward()
             return loss
 
@@ -303,7 +303,7 @@ def test_what_has_no_hooks_is_refused(wrong: Callable[[PhaseTracker], Any], says
 def test_an_error_in_a_hook_never_reaches_the_loop() -> None:
     with loop() as it:
 
-        def broken(_phase: int) -> int:
+        def broken(phase: int) -> int:
             raise OSError("the clock is gone")
 
         it.tracker.enter = broken  # type: ignore[method-assign]

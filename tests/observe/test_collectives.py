@@ -17,6 +17,7 @@ from bireme.channel import Channel
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
 from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
 from bireme.observe.exchange import Exchange, side_groups
+from bireme.observe.phases import Observation
 
 torch.set_num_threads(1)
 
@@ -360,7 +361,8 @@ def split(rank: int, size: int, spans_by_rank: list[list[Span]]) -> list[tuple[i
     channel = Channel(timeout_s=30)
     spans = spans_by_rank[rank]
     members = list(range(size))
-    _exchange(channel, [(members, channel.group)])._split_group(spans, 0, members, channel.group)
+    window = [Observation(1, [], spans=spans)]
+    _exchange(channel, [(members, channel.group)])._split(window)
     return [(span.duration_ns, span.transfer_ns) for span in spans]
 
 
@@ -416,7 +418,7 @@ def test_a_pending_callback_does_not_keep_the_observer_and_its_groups() -> None:
 
     observer = CollectiveObserver({})
     span = Span(0, 0, "all_reduce", 8, 1, None, EAGER, -1, 1)
-    observer._follow(Pending(), span, True)
+    observer._follow(Pending(), span, True, None)
     alive = weakref.ref(observer)
     observer.close()
     del observer
@@ -437,7 +439,7 @@ def compiled_sums(rank: int, size: int, fullgraph: bool) -> tuple[list[float], s
 
 
 def _sum_over_ranks(x: torch.Tensor) -> Any:
-    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1  # type: ignore[arg-type]
+    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
 
 @needs_hooks

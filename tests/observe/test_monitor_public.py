@@ -110,7 +110,7 @@ def test_wrapped_models(how: str, ranks: Ranks, tmp_path: Path) -> None:
     exposed = {phase: states["transfer"] + states["wait"] for phase, states in ledger.items()}
     assert exposed["backward"] > 0
     assert (exposed["forward"] > 0) == (how != "ddp")
-    assert run.facts["model"]["preset"] == "Sequential"
+    assert run.facts["model"]["preset"].endswith("Sequential")  # FSDP2 makes a class of its own
 
 
 def late_group(rank: int, size: int, directory: Path) -> list[str]:
@@ -244,7 +244,7 @@ def test_an_optimizer_that_never_steps_is_said(tmp_path: Path) -> None:
 
 
 def test_a_monitor_before_the_process_group() -> None:
-    with pytest.raises(UserError, match="before torch.distributed.init_process_group, in a job of 2 ranks"):
+    with pytest.raises(UserError, match=r"before torch\.distributed\.init_process_group, in a job of 2 ranks"):
         call_the_roll(environ={"WORLD_SIZE": "2"})
     call_the_roll(environ={"WORLD_SIZE": "1"})
 
@@ -301,27 +301,17 @@ class Ticking:
 
 def test_ranks_without_a_monitor_are_named_within_thirty_seconds() -> None:
     store, clock = dist.HashStore(), Ticking()
-    with heard() as said, pytest.raises(UserError, match=r"ranks 0, 2 made no Monitor in 3\d s"):
+    with heard() as said, pytest.raises(UserError, match=r"ranks 0, 2 made no Monitor in \d\d s"):
         wait_for_all(store, 1, 3, timeout_s=30.0, clock=clock, sleep=clock.sleep)
     assert said[0].startswith("ranks 0, 2 have made no Monitor for 2") and len(said) == 1
 
 
 def test_all_ranks_go_or_none() -> None:
     store, clock = dist.HashStore(), Ticking()
-    import bireme.observe.roll as roll
-
-    number = next(roll._made)
-    prefix = f"bireme/monitor/{number + 1}"
     with pytest.raises(UserError, match="rank 1 made no Monitor"):
         wait_for_all(store, 0, 2, timeout_s=25.0, clock=clock, sleep=clock.sleep)
-    # The other one comes after all: in a process of its own its number would be the same.
-    store.add(prefix, 0)
-    roll._made = iter([number + 1, number + 2])  # type: ignore[assignment]
-    with pytest.raises(UserError, match="too late"):
+    with pytest.raises(UserError, match="too late"):  # the other one comes after all
         wait_for_all(store, 1, 2, timeout_s=25.0, clock=clock, sleep=clock.sleep)
-    import itertools
-
-    roll._made = itertools.count(number + 5)
 
 
 def absent(rank: int, size: int, directory: Path) -> str:
@@ -345,7 +335,6 @@ def quickly(rank: int, size: int, directory: Path) -> str:
         return absent(rank, size, directory)
     finally:
         roll._SAY_AFTER_S = before
-        roll._made.__next__() if rank == 1 else None
 
 
 def test_a_forked_child_leaves_the_record_alone(tmp_path: Path) -> None:

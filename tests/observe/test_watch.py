@@ -104,12 +104,13 @@ def test_a_killed_rank_is_named_with_step_and_phase(job: Job) -> None:
     [
         ("stop", -signal.SIGKILL, "is stopped (by SIGSTOP"),
         ("hang", 70, "has not come to all_reduce #2 (4.0 KB) of group default_pg"),
-        ("leave", 70, "left its loop after step 2"),
+        ("leave", None, "left its loop after step 2"),  # told to end, or ended by itself once the others have
     ],
 )
-def test_a_rank_that_others_wait_for_is_named_and_all_end(job: Job, kind: str, code: int, text: str) -> None:
+def test_a_rank_that_others_wait_for_is_named_and_all_end(job: Job, kind: str, code: int | None, text: str) -> None:
     job.start(kind)
-    assert job.codes() == [70, code]
+    waiting, culprit = job.codes()
+    assert waiting == 70 and culprit in ([0, 70] if code is None else [code])
     said = job.said()
     assert text in said and "all ranks end" in said
     event = next(event for event in read_run(job.run).events if event["event"] == "hang")

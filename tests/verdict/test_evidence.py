@@ -70,3 +70,25 @@ def test_an_older_record_without_garbage_collection_is_read() -> None:
     for row in rows:
         del row["gc_ns"]
     assert from_lines(rows, facts(2)).gc_ms.sum() == 0
+
+
+def test_what_a_full_machine_has_anyway_is_nobodys_own() -> None:
+    """Two ranks on two cores: up to a tenth of the step without a core. With a core to spare it is the rank's."""
+    rows = [
+        line(step, [{"forward/running": 100.0}, {"forward/running": 100.0, "forward/runnable": waited}])
+        for step, waited in ((step, 8.0 if step % 2 else 30.0) for step in range(1, 11))
+    ]
+    for cores, threads, full in (([0, 1], None, True), ([0, 1, 2], None, False), ([0, 1, 2], 2, True)):
+        described = [{"rank": rank, "cores": cores, "threads": threads} for rank in (0, 1)]
+        evidence = from_lines(rows, facts(2, ranks=described))
+        assert evidence.own_ms[:, 0] == pytest.approx(np.full(10, 100.0))
+        usual = 0.1 * evidence.typical_ms if full else 0.0
+        assert evidence.own_ms[0, 1] == pytest.approx(108.0 - min(8.0, usual))
+        assert evidence.own_ms[1, 1] == pytest.approx(130.0 - usual)
+
+
+@pytest.mark.parametrize("cores", [None, [], "all"])
+def test_cores_that_nobody_knows_are_enough(cores: object) -> None:
+    described = [{"rank": rank, "cores": cores} for rank in (0, 1)]
+    crowded = from_lines(lines(10), facts(2, ranks=described)).crowded
+    assert crowded is not None and crowded.tolist() == [False, False]

@@ -262,9 +262,9 @@ def test_what_a_quota_or_the_hypervisor_took_is_the_cause() -> None:
         host = {"event": "host", "rank": 1, "first_step": 1, "last_step": 60, "throttled_ms": 0, "steal_ms": 0}
         verdict = only(judge(from_lines(rows, facts(2), [{**host, taken: 2900.0}])))
         assert (verdict.ranks, verdict.state, verdict.cause) == ((1,), "runnable", cause)
-    # Of two cores half is not this rank's; and what is damaged is left out.
-    two = facts(2, ranks=[{"cores": [0, 1]}] * 2)
-    assert only(judge(from_lines(rows, two, [{**host, "steal_ms": 2900.0}]))).cause == "contention for cores"
+    # Of three cores two thirds are not this rank's; and what is damaged is left out.
+    three = facts(2, ranks=[{"cores": [0, 1, 2]}] * 2)
+    assert only(judge(from_lines(rows, three, [{**host, "steal_ms": 2900.0}]))).cause == "contention for cores"
     damaged = [{**host, "rank": "x"}, {**host, "first_step": None}, {**host, "steal_ms": "much"}, {**host, "rank": 7}]
     assert only(judge(from_lines(rows, facts(2), damaged))).cause == "contention for cores"
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from bireme.observe.monitor import Monitor
 
@@ -70,7 +71,7 @@ class BiremeCallback(pl.Callback):
         if monitor is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if hasattr(loss, "detach"):
+        if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
         if monitor.optimizer_steps == self._seen_steps:  # gradients are accumulated
             return

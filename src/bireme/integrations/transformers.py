@@ -11,7 +11,7 @@ from bireme.observe.monitor import Monitor
 _counts: dict[int, int] = {}  # by id of a model: tokens that it was trained on since they were last asked for
 
 
-class BiremeCallback(TrainerCallback):  # type: ignore[misc]
+class BiremeCallback(TrainerCallback):
     """Accounts for every optimizer step of `Trainer.train` in a run directory of Bireme.
 
     directory: the run directory; UserError when it exists already.

@@ -19,6 +19,7 @@ from bireme.channel import Channel, PeerTimeout, new_side_group
 from bireme.ledger import LEAVE_TOGETHER, PHASES, Span
 from bireme.observe.host import HostClock, TrafficCounter, peak_rss_bytes
 from bireme.observe.phases import Observation
+from bireme.observe.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _ALONE_S = 5.0  # that a rank waits for the others at its end without a word
 _MEANWHILE_S = 2.0  # steps are handed over at least this often, so that a reader is never far behind
 _HOST_EVERY_NS = 5_000_000_000
 NOTABLE_PAUSE_NS = 1_000_000
+_FIRST_LATE = 1 << 20  # numbers of groups that have no place in the table yet
 
 
 class Exchange(threading.Thread):
@@ -36,7 +38,8 @@ class Exchange(threading.Thread):
     `groups` is the run's table of observed groups, the same on every rank: for each its member ranks, and the gloo
     side group that stands for it (None where this rank is not a member, or is the only one). `deliver(lines, events,
     samples)` is called on rank 0 with complete step records. `traffic` is given on the rank that counts its node's
-    bytes. An error ends the exchange, never the training: it is kept in `failure` and logged once.
+    bytes, `tracer` on every rank where steps are traced. An error ends the exchange, never the training: it is kept in
+    `failure` and logged once.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Exchange(threading.Thread):
         queue_workers: int = 2,
         traffic: TrafficCounter | None = None,
         first_step: int = 1,
+        late_groups: "LateGroups | None" = None,
+        tracer: Tracer | None = None,
     ):
         super().__init__(name="bireme-exchange", daemon=True)
         self.failure: str | None = None
@@ -71,10 +76,14 @@ class Exchange(threading.Thread):
         self._closing = False
         self._give_up_at: float | None = None
         self._wake = threading.Event()
+        self._queue_workers = queue_workers
         self._clocks = [ledger.QueueClock(queue_workers) for _ in groups]
+        self._late = late_groups or LateGroups([])
+        self._first_late = len(groups)  # from here on groups have no side group of their own
         self._shortest = ledger.ShortestSeen()
         self._carried: list[Span] = []
         self._traffic = traffic
+        self._tracer = tracer
         self._host = HostClock()
         self._host_since = self._host_wall_ns = 0
         self._cpu_ns = 0
@@ -102,6 +111,13 @@ class Exchange(threading.Thread):
         if self._traffic is not None:
             self._traffic.mark(self._submitted)
             self._traffic.take()
+
+    def give_up_on(self, problem: str) -> None:
+        """Observing has failed on this rank: all ranks stop it, in the next round."""
+        self._problem = problem
+        self._wake.set()
+        if not self.is_alive():
+            log.warning("measuring stops, training goes on: %s", problem)
 
     def note(self, event: dict[str, Any]) -> None:
         """An event that goes to the record with the next steps."""
@@ -149,7 +165,10 @@ class Exchange(threading.Thread):
     def _round(self) -> bool:
         """One exchange; True when every rank has closed."""
         while (
-            not self._closing and self._submitted < self._target and not self._done < self._at_once <= self._submitted
+            not self._closing
+            and self._problem is None
+            and self._submitted < self._target
+            and not self._done < self._at_once <= self._submitted
         ):
             self._wake.wait()
             self._wake.clear()
@@ -158,14 +177,21 @@ class Exchange(threading.Thread):
         if self._traffic is not None:
             self._traffic.mark(last)  # before waiting for others: the next step's bytes are on their way
         healthy = self._problem is None
-        upto, most, all_closing, all_healthy, mean_ns = self._channel.reduce_min(
-            torch.tensor([last, -last, int(closing), int(healthy), self._mean_ns])
+        found = self._late.found()  # after the step was read: those of all steps up to it are among them
+        upto, most, all_closing, all_healthy, mean_ns, most_found = self._channel.reduce_min(
+            torch.tensor([last, -last, int(closing), int(healthy), self._mean_ns, -len(found)])
         ).tolist()
         if not all_healthy:
             raise RuntimeError(self._problem or "another rank cannot go on")
+        if most_found:
+            self._add_groups(found)
         # The same on every rank: the next time that all hand over.
         self._target = upto + max(1, min(self._every, round(_MEANWHILE_S * 1e9 / mean_ns)))
+        if self._tracer is not None:
+            self._target = self._tracer.target(upto, self._target)
         if upto > self._done or all_closing:
+            if self._tracer is not None:
+                self._tracer.measure(self._done, upto)
             self._hand_over(upto, bool(all_closing))
         elif closing and not all_closing:
             time.sleep(0.05)  # this rank is done and others are not
@@ -195,7 +221,10 @@ class Exchange(threading.Thread):
         parts = self._channel.gather(blob)
         if parts and all(parts):
             try:
-                self._deliver(*assemble([orjson.loads(part) for part in parts]))
+                reports = [orjson.loads(part) for part in parts]
+                self._deliver(*assemble(reports))
+                if self._tracer is not None:
+                    self._tracer.deliver([report["trace"] for report in reports])
             except Exception as error:
                 self._fail(error)
         self._done = upto
@@ -214,18 +243,42 @@ class Exchange(threading.Thread):
                 ):
                     time.sleep(0.002)
 
+    def _add_groups(self, found: list[dict[str, Any]]) -> None:
+        """Groups made after the monitor join the table, the same on every rank; all ranks call this at once."""
+        table = sorted(
+            (each for gathered in self._channel.all_gather(found) for each in gathered),
+            key=lambda each: (each["id"], each["ranks"]),
+        )
+        new = [each for index, each in enumerate(table) if each not in table[:index]]
+        self._late.joined(found, new, len(self._groups))
+        for description in new:
+            self._groups.append((description["ranks"], None))
+            self._clocks.append(ledger.QueueClock(self._queue_workers))
+
     def _split(self, window: list[Observation]) -> None:
         """Sets `duration_ns` and `transfer_ns` of the window's spans; transfer stays None where members disagree."""
         by_group: list[list[Span]] = [[] for _ in self._groups]
         for observation in window:
             for span in observation.spans:
+                span.group = self._late.index_of(span.group)
                 by_group[span.group].append(span)
-        for index, (members, side_group) in enumerate(self._groups):
-            if self._channel.rank in members:
-                self._split_group(by_group[index], index, members, side_group)
+        ordered = [self._in_order(spans, clock) for spans, clock in zip(by_group, self._clocks, strict=True)]
+        for index, (members, side_group) in enumerate(self._groups[: self._first_late]):
+            if self._channel.rank not in members:
+                continue
+            if len(members) == 1:
+                agreed = [(span.duration_ns, span.duration_ns is not None) for span in ordered[index]]
+            else:
+                agreed = self._agree([ordered[index]], side_group)[0]
+            self._divide(by_group[index], ordered[index], agreed)
+        if len(self._groups) > self._first_late:
+            late = range(self._first_late, len(self._groups))
+            for index, agreed in zip(late, self._agree([ordered[index] for index in late]), strict=True):
+                self._divide(by_group[index], ordered[index], agreed)
 
-    def _split_group(self, spans: list[Span], index: int, members: list[int], side_group: Any) -> None:
-        clock = self._clocks[index]
+    @staticmethod
+    def _in_order(spans: list[Span], clock: ledger.QueueClock) -> list[Span]:
+        """Sets their own durations; those that every member sees, in the group's order."""
         ordered = sorted((span for span in spans if span.sequence >= 0), key=lambda span: span.sequence)
         for span in ordered:
             if span.finish_ns is not None:
@@ -233,11 +286,9 @@ class Exchange(threading.Thread):
         for span in spans:
             if span.sequence < 0 and span.finish_ns is not None:  # send and receive have no queue in gloo
                 span.duration_ns = max(0, span.finish_ns - span.issue_ns)
+        return ordered
 
-        if len(members) == 1:
-            agreed = [(span.duration_ns, span.duration_ns is not None) for span in ordered]
-        else:
-            agreed = self._agree(ordered, side_group)
+    def _divide(self, spans: list[Span], ordered: list[Span], agreed: list[tuple[int | None, bool]]) -> None:
         for span, (shortest_ns, matched) in zip(ordered, agreed, strict=False):
             if matched and span.duration_ns is not None:
                 if span.operation in LEAVE_TOGETHER:
@@ -271,21 +322,40 @@ class Exchange(threading.Thread):
             }
         ]
 
-    def _agree(self, ordered: list[Span], side_group: Any) -> list[tuple[int | None, bool]]:
-        """For each span: the shortest duration among the members, and whether all of them mean the same collective."""
-        counts = self._channel.reduce_min(torch.tensor([-len(ordered)]), side_group)
-        rows = -int(counts[0])  # the most that any member has; missing ones cannot match
-        mine: list[tuple[int, int]] = [
-            (_UNKNOWN, 0) if span.duration_ns is None else (span.duration_ns, ledger.match_key(span))
-            for span in ordered
-        ]
-        mine += [(_UNKNOWN, 0)] * (rows - len(mine))
+    def _agree(self, ordered: list[list[Span]], side_group: Any = None) -> list[list[tuple[int | None, bool]]]:
+        """For each span of each of these groups: the shortest duration among the members, and whether all of them mean
+        the same collective.
+
+        The members' side group agrees on one group at a time. Groups without one are agreed on by all ranks together:
+        who is no member says what no minimum takes.
+        """
+        groups = self._groups[self._first_late :] if side_group is None else []
+        outside = [self._channel.rank not in members for members, _ in groups] or [False]
+        counts = self._channel.reduce_min(torch.tensor([-len(spans) for spans in ordered]), side_group).tolist()
+        mine: list[tuple[int, int, int]] = []
+        for spans, count, foreign in zip(ordered, counts, outside, strict=True):
+            rows = [
+                (_UNKNOWN, 0, 0)
+                if span.duration_ns is None
+                else (span.duration_ns, key := ledger.match_key(span), -key)
+                for span in spans
+            ]
+            # As many as the member with the most; missing ones cannot match.
+            missing = (_UNKNOWN, _UNKNOWN, _UNKNOWN) if foreign else (_UNKNOWN, 0, 0)
+            mine += rows + [missing] * (-count - len(rows))
+        if not mine and side_group is None:
+            return [[] for _ in ordered]
         # Made at once from lists: setting a tensor's elements one by one costs more than all the rest.
-        table = torch.tensor([[each[0] for each in mine], [each[1] for each in mine], [-each[1] for each in mine]])
+        table = torch.tensor([[each[column] for each in mine] for column in range(3)], dtype=torch.int64)
         durations, keys, negated = self._channel.reduce_min(table, side_group).tolist()
-        return [
+        all_rows = [
             (duration, key > 0 and key == -minus) for duration, key, minus in zip(durations, keys, negated, strict=True)
         ]
+        agreed, taken = [], 0
+        for spans, count in zip(ordered, counts, strict=True):
+            agreed.append(all_rows[taken : taken + len(spans)])
+            taken -= count
+        return agreed
 
     def _report(
         self, window: list[Observation], resolved: list[tuple[int, int, list[ledger.Segment]]]
@@ -296,6 +366,8 @@ class Exchange(threading.Thread):
         for observation, (start_ns, end_ns, segments) in zip(window, resolved, strict=True):
             spans = self._carried + observation.spans
             account = ledger.account(start_ns, end_ns, segments, spans, observation.step)
+            if self._tracer is not None:
+                self._tracer.add(observation, start_ns, end_ns, segments, spans)
             self._carried = [span for span in spans if span.transfer_ns is not None and _ends_after(span, end_ns)]
             steps.append(_step_report(observation, account))
             events.extend(_notable_pauses(observation, self._channel.rank))
@@ -312,7 +384,11 @@ class Exchange(threading.Thread):
             events.append(self._notes.popleft())
         # A message may quote a file name that is not UTF-8.
         warnings = [each.encode("utf-8", "backslashreplace").decode() for each in self._warnings()]
-        return {"steps": steps, "events": events, "warnings": warnings, "wall_ns": wall_ns}
+        report = {"steps": steps, "events": events, "warnings": warnings, "wall_ns": wall_ns}
+        if self._tracer is not None:
+            warnings.extend(self._tracer.take_warnings())
+            report["trace"] = self._tracer.take()
+        return report
 
 
 def _memory(rank: int) -> dict[str, Any]:
@@ -364,6 +440,7 @@ def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[s
         "loss": None if total is None else [total, observation.loss_count],
         "facts": {name: _number(value) for name, value in observation.facts.items()},
         "samples": observation.samples,
+        "forward_flops": observation.forward_flops,
         "start_ns": account.start_ns,
         "end_ns": account.end_ns,
         "cells_ns": [cell for row in account.cells for cell in row],
@@ -415,6 +492,9 @@ def assemble(
         }
         if loss is not None and line["loss"] is None:
             line["loss_reason"] = str(loss)
+        flops = [step["forward_flops"] for step in each if step.get("forward_flops")]
+        if flops:
+            line["forward_flops"] = sum(flops)
         for name in _PER_RANK:
             line[name] = [step[name] for step in each]
         lines.append(line)
@@ -430,6 +510,51 @@ def assemble(
     return lines, events, samples
 
 
+class LateGroups:
+    """Groups that this rank became a member of after the monitor was made: the training thread adds them, under
+    numbers of its own, and the exchange gives them their places in the run's table."""
+
+    def __init__(
+        self, table: list[dict[str, Any]], learned: Callable[[list[dict[str, Any]]], None] = lambda table: None
+    ):
+        """`table` is extended; `learned` is called with it on every rank when it was."""
+        self._table = table
+        self._learned = learned
+        self._found: list[tuple[int, dict[str, Any]]] = []
+        self._places: dict[int, int] = {}
+        self._next = _FIRST_LATE
+
+    def add(self, group: Any) -> int:
+        """The number that its spans carry until it has a place."""
+        number, self._next = self._next, self._next + 1
+        self._found.append((number, described(group)))
+        return number
+
+    def found(self) -> list[dict[str, Any]]:
+        """Those that have no place yet."""
+        return [description for _, description in list(self._found)]
+
+    def joined(self, found: list[dict[str, Any]], new: list[dict[str, Any]], first: int) -> None:
+        """`new` are in the table from place `first` on; `found` of this rank are among them."""
+        for number, description in self._found[: len(found)]:
+            self._places[number] = first + new.index(description)
+        del self._found[: len(found)]
+        self._table.extend(new)
+        self._learned(self._table)
+
+    def index_of(self, group: int) -> int:
+        return self._places.get(group, group) if group >= _FIRST_LATE else group
+
+
+def described(group: Any) -> dict[str, Any]:
+    """A process group as the run's table has it; members of one group say the same."""
+    return {
+        "id": group.group_name,
+        "name": (group.group_desc or group.group_name).removeprefix("mesh_"),  # a device mesh's "mesh_shard"
+        "ranks": dist.get_process_group_ranks(group),
+    }
+
+
 def side_groups(
     channel: Channel, groups: list[Any]
 ) -> tuple[list[dict[str, Any]], list[tuple[list[int], Any]], dict[int, Any]]:
@@ -438,14 +563,7 @@ def side_groups(
     Collective: every rank calls it, each with the groups that it is a member of. Groups are told apart by their name
     and members; the table is sorted, so it is the same on every rank.
     """
-    mine = [
-        {
-            "id": group.group_name,
-            "name": (group.group_desc or group.group_name).removeprefix("mesh_"),  # a device mesh's "mesh_shard"
-            "ranks": dist.get_process_group_ranks(group),
-        }
-        for group in groups
-    ]
+    mine = [described(group) for group in groups]
     table: list[dict[str, Any]] = []
     for description in sorted(
         (each for gathered in channel.all_gather(mine) for each in gathered),

@@ -34,6 +34,8 @@ from bireme.observe.recorder import Listener, Recorder
 from bireme.observe.roll import call_the_roll
 from bireme.observe.step import Step
 from bireme.observe.thread import ThreadClock
+from bireme.observe.trace_steps import check_amount, parse_steps
+from bireme.observe.tracing import Tracer
 from bireme.observe.watch import HangWatch
 from bireme.record import utc_now
 from bireme.world import introduce
@@ -153,6 +155,7 @@ class Monitor:
             "skip_steps": skip_steps,
             "first_step": first_step,
         }
+        steps = self._together(lambda: self._steps_to_trace(trace_steps))
         self._recorder: Recorder | None = None
         self._open_run(facts, first_step - 1 if resume else None, on_steps, metrics_port, metrics_address)
 
@@ -194,6 +197,7 @@ class Monitor:
             traffic=traffic_counter(facts["ranks"], self._channel.rank),
             first_step=self._step,
             late_groups=self._late,
+            tracer=Tracer(self._channel, steps, self._record_trace) if steps else None,
         )
         for why in self.missing.values():
             log.warning("%s", why)
@@ -474,7 +478,7 @@ class Monitor:
                     self._metrics.start()
                 self._recorder = Recorder(self.directory, facts, resume_after, [on_steps] if on_steps else [])
                 if self._metrics is not None:
-                    self._recorder.listen(self._metrics.update)
+                    self._recorder.listen(self._metrics.update, self._metrics.learned)
             except UserError as error:
                 problem = str(error)
             except OSError as error:
@@ -492,6 +496,18 @@ class Monitor:
     ) -> None:
         if self._recorder is not None:
             self._recorder.deliver(lines, events, samples)
+
+    def _steps_to_trace(self, text: str) -> list[int]:
+        steps = parse_steps(text)
+        check_amount(steps, self._channel.size)
+        if steps and isinstance(self._clock, DeviceClock):
+            log.warning("no steps are traced on a GPU: the clocks of its streams are not aligned")
+            return []
+        return steps
+
+    def _record_trace(self, lines: list[dict[str, Any]]) -> None:
+        if self._recorder is not None:
+            self._recorder.write(lambda writer: writer.trace(lines))
 
     def _learned(self, **facts: Any) -> None:
         if self._recorder is not None:

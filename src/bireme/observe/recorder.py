@@ -39,6 +39,7 @@ class Recorder:
         self._judge: LiveJudge | None = LiveJudge(facts)
         self._facts = facts
         self._listeners = list(listeners)
+        self._learners: list[Callable[..., None]] = []
         self._shown = bool(listeners)
         self._failure: str | None = None
         self._writing = threading.Lock()
@@ -47,9 +48,10 @@ class Recorder:
         self._recorded_step = int(facts["first_step"]) - 1
         self._said_not_finite = False
 
-    def listen(self, listener: Listener) -> None:
-        """One more that gets the windows."""
+    def listen(self, listener: Listener, learner: Callable[..., None]) -> None:
+        """One more that gets the windows, and what `learned` is told."""
         self._listeners.append(listener)
+        self._learners.append(learner)
 
     def write(self, action: Callable[[RunWriter], None]) -> None:
         """Writes, in order; what finds no room is kept and tried again the next time: a disk may be cleared."""
@@ -75,6 +77,8 @@ class Recorder:
     def learned(self, **facts: Any) -> None:
         """What was not known when the run began goes to run.json."""
         self._facts.update(facts)  # the judge's, too
+        for learner in self._learners:
+            learner(**facts)
         self.write(lambda writer: writer.learned(**facts))
 
     def deliver(self, lines: Records, events: Records, samples: Records) -> None:

@@ -1,6 +1,5 @@
 """Waits until every rank makes its Monitor, and names those that do not: making one is collective."""
 
-import itertools
 import logging
 import os
 import time
@@ -19,7 +18,6 @@ _SAY_AFTER_S = 20.0
 _SAY_AGAIN_S = 60.0
 _POLL_S, _SLOWEST_POLL_S = 0.02, 1.0
 _GO, _STOP = "go", "stop"
-_made = itertools.count()  # by this process: the n-th of each rank belong together
 
 
 class Store(Protocol):
@@ -61,7 +59,8 @@ def wait_for_all(
     """
     if size == 1:
         return
-    prefix = f"bireme/monitor/{next(_made)}"
+    # The n-th of each rank belong together, in this process group: processes may have been in others before.
+    prefix = f"bireme/monitor/{store.add(f'bireme/monitors/{rank}', 1)}"
     store.set(f"{prefix}/{rank}", "here")
     here = store.add(prefix, 1)
     began = clock()

@@ -10,16 +10,26 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from bireme.errors import UserError
-from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, bus_bandwidth_factor
+from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT
 from bireme.links import LinkTable
 from bireme.report.resources import link_traffic, memory_numbers
+from bireme.report.sums import (
+    Step,
+    cells_per_rank,
+    closure_error_ns,
+    collectives,
+    integers,
+    known,
+    mean_over_steps,
+    or_reason,
+    present_ranks,
+)
 from bireme.report.verdicts import verdicts_of
 from bireme.run_reader import Run, is_number
 from bireme.text import name_ranks
 
 MFU_CONVENTION = "full attention, head once, embedding 0, no recomputation"
 
-Step = dict[str, Any]
 StepFilter = Callable[[Step], bool] | Collection[int]
 
 _WARNINGS_SHOWN = 5
@@ -37,26 +47,28 @@ def summarise(run: Run, steps: StepFilter | None = None, links: LinkTable | None
         "p10": quantile(walls_ms, 0.1),
         "p90": quantile(walls_ms, 0.9),
     }
-    cells_ms = _mean_over_steps(measured, lambda step, rank: step["cells_ns"][rank])
-    small_ms = _mean_over_steps(measured, lambda step, rank: [step[name][rank] for name in _SMALL])
-    overhead_ms = _mean_over_steps(measured, lambda step, rank: step["overhead_ns"][rank])
+    cells_ns = {id(step): integers(known(step["cells_ns"])) for step in run.steps}
+    cells_ms = mean_over_steps(measured, lambda step: cells_ns[id(step)].sum(axis=0).tolist())
+    small_ms = mean_over_steps(measured, lambda step: [sum(known(step[name])) for name in _SMALL])
+    overhead_ms = mean_over_steps(measured, lambda step: list(map(sum, zip(*known(step["overhead_ns"]), strict=True))))
+    per_rank = cells_per_rank(run, measured, cells_ns)
     no_collectives = run.missing.get("collectives")
     no_run_delay = run.missing.get("run_delay")
 
     summary: dict[str, Any] = {
         "world_size": run.world_size,
         "nodes": [{"name": node["name"], "ranks": node["ranks"]} for node in run.facts["nodes"]],
-        **_or_reason("layout", run.facts.get("layout"), None if run.facts.get("layout") else "not recorded"),
+        **or_reason("layout", run.facts.get("layout"), None if run.facts.get("layout") else "not recorded"),
         "roles": _roles(run),
         "steps": {"measured": len(measured), "skipped": sum(step["skipped"] is not None for step in run.steps)},
         "step_ms": step_ms,
     }
-    summary |= _or_reason("tokens_per_s_global", *_tokens_per_s(measured))
+    summary |= or_reason("tokens_per_s_global", *_tokens_per_s(measured))
     summary["mfu"] = _mfu(run, summary["tokens_per_s_global"], summary.get("tokens_per_s_global_reason"))
-    summary |= _ledger(run, measured)
+    summary |= _ledger(run, per_rank)
     compute = [PHASES.index(phase) for phase in COMPUTE_PHASES]
     summary["compute_ms"] = sum(cells_ms[phase * len(STATES) + RUNNING] for phase in compute)
-    summary |= _or_reason("contention_ms", sum(cells_ms[RUNNABLE :: len(STATES)]), no_run_delay)
+    summary |= or_reason("contention_ms", sum(cells_ms[RUNNABLE :: len(STATES)]), no_run_delay)
     communication = {
         "transfer": sum(cells_ms[TRANSFER :: len(STATES)]),
         "wait": sum(cells_ms[WAIT :: len(STATES)]),
@@ -65,16 +77,16 @@ def summarise(run: Run, steps: StepFilter | None = None, links: LinkTable | None
     }
     summary["communication_ms"] = {}
     for name, value in communication.items():
-        summary["communication_ms"] |= _or_reason(name, value, no_collectives)
-    summary |= _or_reason("communication_share", _communication_share(run, measured), no_collectives)
-    summary |= _or_reason("collectives", _collectives(run, measured), no_collectives)
-    summary["closure_error_ns"] = closure_error_ns(run)
+        summary["communication_ms"] |= or_reason(name, value, no_collectives)
+    summary |= or_reason("communication_share", _communication_share(per_rank), no_collectives)
+    summary |= or_reason("collectives", collectives(run, measured), no_collectives)
+    summary["closure_error_ns"] = closure_error_ns(run, cells_ns)
     summary["clamped_ms"] = small_ms[_SMALL.index("clamped_ns")]
-    summary |= _or_reason("unlocated_ms", small_ms[_SMALL.index("unlocated_ns")], no_collectives)
+    summary |= or_reason("unlocated_ms", small_ms[_SMALL.index("unlocated_ns")], no_collectives)
     summary["unmatched"] = sum(value or 0 for step in measured for value in step["unmatched"])
     summary["overhead"] = {
         "ms_per_step": sum(overhead_ms),
-        **_or_reason("share", *_ratio(sum(overhead_ms), step_ms["mean"], "the steps took no time")),
+        **or_reason("share", *_ratio(sum(overhead_ms), step_ms["mean"], "the steps took no time")),
         "training_thread_ms": overhead_ms[0],
         "background_ms": overhead_ms[1],
     }
@@ -84,9 +96,9 @@ def summarise(run: Run, steps: StepFilter | None = None, links: LinkTable | None
     for name, step in zip(("first", "last"), (losses[0], losses[-1]), strict=True) if loss else ():
         if step.get("loss") is None:
             loss = {**(loss or {}), f"{name}_reason": str(step["loss_reason"])}
-    summary |= _or_reason("loss", loss, None if losses else "no loss was recorded")
+    summary |= or_reason("loss", loss, None if losses else "no loss was recorded")
     chosen = "these are chosen steps: what persists cannot be seen in them"
-    summary |= _or_reason("verdicts", *(verdicts_of(run, measured, links) if steps is None else (None, chosen)))
+    summary |= or_reason("verdicts", *(verdicts_of(run, measured, links) if steps is None else (None, chosen)))
     summary["link_traffic"] = link_traffic(run, {step["step"] for step in measured})
     summary["memory"] = memory_numbers(run)
     summary["host"] = _host(run)
@@ -136,11 +148,6 @@ def measured_steps(run: Run, keep: StepFilter | None = None) -> list[Step]:
     return kept
 
 
-def present_ranks(step: Step) -> list[int]:
-    """The ranks that recorded this step."""
-    return [rank for rank, start_ns in enumerate(step["start_ns"]) if start_ns is not None]
-
-
 def ranks_wall_ms(step: Step) -> list[float]:
     """The step's wall time on each rank that recorded it."""
     return [(step["end_ns"][rank] - step["start_ns"][rank]) / 1e6 for rank in present_ranks(step)]
@@ -155,29 +162,6 @@ def quantile(values: Iterable[float], q: float) -> float:
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
-def closure_error_ns(run: Run) -> int:
-    """By how much the ledger does not close, over all steps and ranks (skipped ones too); 0 when it closes.
-
-    Two sums that do not know of each other: the cells of every step, and (end of the last step - start of the first),
-    per rank. A single step that does not add up counts as well, in case errors cancel. Where a step number is absent
-    (a damaged line, a rank that was gone) no such second sum exists: each stretch without gap is held to it.
-    """
-    largest = 0
-    for rank in range(run.world_size):
-        cells_ns = first_ns = last_ns = 0
-        last_step: int | None = None
-        for step in run.steps:
-            if step["start_ns"][rank] is None:
-                continue
-            start_ns, end_ns, here_ns = step["start_ns"][rank], step["end_ns"][rank], sum(step["cells_ns"][rank])
-            if last_step is None or step["step"] != last_step + 1:
-                cells_ns, first_ns = 0, start_ns
-            cells_ns += here_ns
-            last_ns, last_step = end_ns, step["step"]
-            largest = max(largest, abs(here_ns - (end_ns - start_ns)), abs(cells_ns - (last_ns - first_ns)))
-    return largest
-
-
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 _SMALL = ("hidden_ns", "hidden_transfer_ns", "clamped_ns", "unlocated_ns")
@@ -185,19 +169,6 @@ _SMALL = ("hidden_ns", "hidden_transfer_ns", "clamped_ns", "unlocated_ns")
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _mean_over_steps(steps: Sequence[Step], vector_ns: Callable[[Step, int], list[int]]) -> list[float]:
-    """Column by column: the mean over the ranks of a step, then over the steps; nanoseconds in, milliseconds out."""
-    means = []
-    for step in steps:
-        vectors = [vector_ns(step, rank) for rank in present_ranks(step)]
-        means.append([sum(column) / len(vectors) for column in zip(*vectors, strict=True)])
-    return [_mean(column) / 1e6 for column in zip(*means, strict=True)]
-
-
-def _or_reason(name: str, value: Any, reason: str | None) -> dict[str, Any]:
-    return {name: value} if reason is None else {name: None, f"{name}_reason": reason}
 
 
 def _ratio(numerator: float, denominator: float, reason: str) -> tuple[float | None, str | None]:
@@ -237,15 +208,15 @@ def _mfu(run: Run, tokens_per_s: float | None, no_tokens: str | None) -> dict[st
         return value, None
 
     return {
-        **_or_reason("value", *utilisation(flops.get("full"))),
-        **_or_reason("value_causal", *utilisation(flops.get("causal"))),
+        **or_reason("value", *utilisation(flops.get("full"))),
+        **or_reason("value_causal", *utilisation(flops.get("causal"))),
         "convention": MFU_CONVENTION,
-        **_or_reason("peak_flops_per_s", peak_flops_per_s, no_peak),
-        **_or_reason("peak_source", peak.get("source"), None if peak.get("source") else no_peak or "not recorded"),
+        **or_reason("peak_flops_per_s", peak_flops_per_s, no_peak),
+        **or_reason("peak_source", peak.get("source"), None if peak.get("source") else no_peak or "not recorded"),
     }
 
 
-def _ledger(run: Run, measured: Sequence[Step]) -> dict[str, Any]:
+def _ledger(run: Run, per_rank: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
     """`ledger_ms`: the mean of every cell over the measured steps that the rank recorded."""
     needs = {"transfer": "collectives", "wait": "collectives", "runnable": "run_delay"}
     unknown = {state for state, capability in needs.items() if capability in run.missing}
@@ -253,11 +224,10 @@ def _ledger(run: Run, measured: Sequence[Step]) -> dict[str, Any]:
         f"{name} not observed: {run.missing[name]}" for name in ("collectives", "run_delay") if name in run.missing
     ]
     ledger_ms: dict[str, Any] = {}
-    for rank in range(run.world_size):
-        rows = [step["cells_ns"][rank] for step in measured if step["cells_ns"][rank] is not None]
-        if not rows:
+    for rank, (recorded, totals_ns) in enumerate(per_rank):
+        if not recorded:
             reasons.append(f"rank {rank} recorded no measured step")
-        means = [sum(column) / len(rows) / 1e6 for column in zip(*rows, strict=True)] if rows else []
+        means = [total / recorded / 1e6 for total in totals_ns] if recorded else []
         ledger_ms[str(rank)] = {
             phase: {
                 state: None if not means or state in unknown else means[p * len(STATES) + s]
@@ -268,56 +238,15 @@ def _ledger(run: Run, measured: Sequence[Step]) -> dict[str, Any]:
     return {"ledger_ms": ledger_ms} | ({"ledger_ms_reason": "; ".join(reasons)} if reasons else {})
 
 
-def _communication_share(run: Run, measured: Sequence[Step]) -> float | None:
+def _communication_share(per_rank: Sequence[tuple[int, list[int]]]) -> float | None:
     """Exposed communication / time, of each rank over its measured steps; the mean over ranks."""
     shares = []
-    for rank in range(run.world_size):
-        rows = [step["cells_ns"][rank] for step in measured if step["cells_ns"][rank] is not None]
-        wall_ns = sum(sum(row) for row in rows)
+    for _, totals_ns in per_rank:
+        wall_ns = sum(totals_ns)
         if wall_ns > 0:
-            exposed_ns = sum(sum(row[TRANSFER :: len(STATES)]) + sum(row[WAIT :: len(STATES)]) for row in rows)
+            exposed_ns = sum(totals_ns[TRANSFER :: len(STATES)]) + sum(totals_ns[WAIT :: len(STATES)])
             shares.append(exposed_ns / wall_ns)
     return _mean(shares) if shares else None
-
-
-def _collectives(run: Run, measured: Sequence[Step]) -> list[dict[str, Any]]:
-    """Per group and operation: the mean over the group's members and the measured steps they recorded."""
-    # Every number is a sum over (member, step): count, bytes, transfer, wait, and bytes and transfer where the split
-    # of all collectives is known. Only those give a rate: elsewhere there are bytes without their time.
-    sums: dict[tuple[int, str], list[int]] = {}
-    for step in measured:
-        for rank in present_ranks(step):
-            for group, operation, count, size, transfer_ns, wait_ns in step["collectives"][rank]:
-                known = step["unmatched"][rank] == 0
-                row = (count, size, transfer_ns, wait_ns, size * known, transfer_ns * known)
-                totals = sums.setdefault((group, operation), [0] * len(row))
-                totals[:] = [total + value for total, value in zip(totals, row, strict=True)]
-    result = []
-    for (group, operation), totals in sorted(sums.items()):
-        ranks = run.facts["groups"][group]["ranks"]
-        recorded = sum(len(set(ranks) & set(present_ranks(step))) for step in measured) or 1
-        count, size, transfer_ns, wait_ns, known_bytes, known_transfer_ns = totals
-        reason = None
-        if operation == "barrier" or not size:
-            reason = "it moves no bytes"
-        elif len(ranks) < 2:
-            reason = "the group has one member: nothing crosses a link"
-        elif known_transfer_ns <= 0:
-            reason = "no transfer time is known"
-        rate = None if reason else bus_bandwidth_factor(operation, len(ranks)) * known_bytes / known_transfer_ns * 1e9
-        result.append(
-            {
-                "group": run.facts["groups"][group]["name"],
-                "ranks": ranks,
-                "operation": operation,
-                "count": count / recorded,
-                "bytes": size / recorded,
-                "transfer_ms": transfer_ns / recorded / 1e6,
-                "wait_ms": wait_ns / recorded / 1e6,
-                **_or_reason("bus_bandwidth_bytes_per_s", rate, reason),
-            }
-        )
-    return result
 
 
 def _host(run: Run) -> list[dict[str, Any]]:
@@ -333,26 +262,28 @@ def _host(run: Run) -> list[dict[str, Any]]:
         if event["event"] == "host" and type(reporter) is int and 0 <= reporter < run.world_size:
             for name, total_ms in (("throttled_ms", throttled_ms), ("steal_ms", steal_ms)):
                 total_ms[reporter] += event[name] if is_number(event.get(name)) else 0.0
+    cores = _cores(run)
     result = []
     for node in run.facts["nodes"]:
         ranks = [rank for rank in node["ranks"] if wall_ms[rank] > 0]
         shares = {
             # A quota stops cores one by one, and the kernel adds up their times: never more than all of the time.
             "throttled_share": max((min(1.0, throttled_ms[rank] / wall_ms[rank]) for rank in ranks), default=0.0),
-            "steal_share": max(
-                (min(1.0, steal_ms[rank] / wall_ms[rank] / _cores(run, rank)) for rank in ranks), default=0.0
-            ),
+            "steal_share": max((min(1.0, steal_ms[rank] / wall_ms[rank] / cores[rank]) for rank in ranks), default=0.0),
         }
         result.append({"node": node["name"], **shares})
     return result
 
 
-def _cores(run: Run, rank: int) -> int:
-    """Number of cores that the rank may use; 1 when it was not recorded."""
+def _cores(run: Run) -> list[int]:
+    """By rank the number of cores that it may use; 1 when it was not recorded."""
+    cores = [0] * run.world_size
     for facts in run.facts.get("ranks") or []:
-        if isinstance(facts, dict) and facts.get("rank") == rank and isinstance(facts.get("cores"), list):
-            return max(1, len(facts["cores"]))
-    return 1
+        if isinstance(facts, dict) and isinstance(facts.get("cores"), list):
+            rank: Any = facts.get("rank")
+            if type(rank) is int and 0 <= rank < run.world_size:
+                cores[rank] = cores[rank] or max(1, len(facts["cores"]))
+    return [each or 1 for each in cores]
 
 
 def _how_it_ended(run: Run) -> str:

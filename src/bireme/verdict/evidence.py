@@ -22,6 +22,9 @@ Array = NDArray[np.float64]
 _OWN = [phase * len(STATES) + state for phase in range(len(PHASES)) for state in (RUNNING, RUNNABLE, BLOCKED)]
 
 
+_CROWDED = 0.1  # of the step; healthy runs of two ranks on two cores have 5 to 15 % in stretches (docs/accuracy.md)
+
+
 class NotEnough(Exception):
     """Too little was recorded for any verdict; the text says what is there."""
 
@@ -64,16 +67,25 @@ class Evidence:
     link_bytes_per_s: float | None = None  # of the card of an emulated node
     write_s: tuple[float, ...] = ()  # by rank: the mean time to write a checkpoint
     missing: tuple[str, ...] = ()
+    crowded: NDArray[np.bool_] | None = None  # (R,) on a machine whose training threads leave no core free
 
     # --- what follows from them ---
 
     @cached_property
     def own_ms(self) -> Array:
-        """(T, R) self time: the step without what the rank was exposed to others."""
+        """(T, R) self time: the step without what the rank was exposed to others.
+
+        Where no core is left for the backend's own threads, which rank has to share its core with them is chance: up
+        to a tenth of the step without a core is what such a machine has anyway, and nobody's.
+        """
         if self.collectives_known:
-            return self.wall_ms - self._sum(TRANSFER) - self._sum(WAIT)
-        # `blocked` holds the waiting for others too.
-        return self._sum(RUNNING) + self._sum(RUNNABLE)
+            own = self.wall_ms - self._sum(TRANSFER) - self._sum(WAIT)
+        else:  # `blocked` holds the waiting for others too
+            own = self._sum(RUNNING) + self._sum(RUNNABLE)
+        if self.crowded is not None and self.crowded.any():
+            usual = np.minimum(self._sum(RUNNABLE), _CROWDED * self.typical_ms)
+            own = own - np.where(self.crowded, usual, 0.0)
+        return own
 
     @cached_property
     def peers_ms(self) -> Array:
@@ -229,7 +241,29 @@ def from_rows(rows: Sequence[Row], facts: Mapping[str, Any], events: Sequence[Ma
         link_bytes_per_s=_link(facts),
         write_s=_write_s(events, size),
         missing=tuple(missing),
+        crowded=_crowded(facts, ranks),
     )
+
+
+def _crowded(facts: Mapping[str, Any], ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of these ranks are on a node whose ranks have as many threads as there are cores for them, or more."""
+    described = facts.get("ranks")
+    described = described if isinstance(described, list) else []
+    full: set[int] = set()
+    for node in facts["nodes"]:
+        members = [described[rank] for rank in node["ranks"] if rank < len(described)]
+        cores: set[Any] = set()
+        threads = 0
+        for each in members:
+            known = each.get("cores") if isinstance(each, dict) else None
+            if not isinstance(known, list) or not known:
+                break
+            cores.update(core for core in known if type(core) is int)
+            threads += _whole(each.get("threads")) or 1
+        else:
+            if members and threads >= len(cores):
+                full.update(node["ranks"])
+    return np.array([int(rank) in full for rank in ranks], dtype=bool)
 
 
 def _whole(value: Any) -> int:
