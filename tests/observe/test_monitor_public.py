@@ -186,6 +186,24 @@ def test_an_error_inside_ends_the_observing_and_not_the_training(ranks: Ranks, t
     assert 0 < len(run.steps) < STEPS and closure_error_ns(run) == 0
 
 
+def destroyed_in_finally(rank: int, size: int, directory: Path) -> None:
+    monitor = bireme.Monitor(directory)
+    try:
+        for number in range(3):
+            with monitor.step():
+                dist.all_reduce(torch.ones(1))
+                if number == 2:
+                    raise ValueError("no such batch")
+    except ValueError:
+        dist.destroy_process_group()
+
+
+def test_destroying_the_groups_after_an_error_is_no_finished_run(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, destroyed_in_finally, tmp_path / "run")
+    facts = read_run(tmp_path / "run").facts
+    assert (facts["status"], facts["status_reason"]) == ("failed", "ValueError: no such batch")
+
+
 def only_train(rank: int, size: int, how: str) -> list[float]:
     return loop(wrapped(how), None)
 

@@ -118,6 +118,7 @@ class CollectiveObserver:
             with suppress(Exception):
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
+        self._groups = {}
         self._waited_for.clear()
         self._outputs.clear()
 

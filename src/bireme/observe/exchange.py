@@ -140,6 +140,11 @@ class Exchange(threading.Thread):
             self.join(within_s + 2.0 - _ALONE_S)
         return not self.is_alive() and self.failure is None
 
+    def release(self) -> None:
+        """Lets go of the groups, once it has ended."""
+        if not self.is_alive():
+            self._groups = []
+
     # --- the thread ---
 
     def run(self) -> None:

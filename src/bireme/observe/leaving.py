@@ -1,50 +1,46 @@
-"""Closes monitors before the process groups that they talk over are destroyed."""
+"""Ends monitors before the process groups that they talk over are destroyed."""
 
-import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-_NAME = "destroy_process_group"
-_closers: list[Callable[[], None]] = []
+from bireme.channel import SIDE_GROUP
+
+End = Callable[[BaseException | None], None]
+
+_ends: list[End] = []
 _original: Any = None
-_ours: Any = None
 
 
-def before_destroy(close: Callable[[], None]) -> None:
-    """`close()` is called before `torch.distributed.destroy_process_group()` destroys all groups: a loop that never
-    closes its monitor keeps its last steps."""
-    global _original, _ours
-    _closers.append(close)
-    if _ours is None and dist.is_available():
-        _original = dist.destroy_process_group
-        _ours = functools.wraps(_original)(_destroy)
-        _replace(_original, _ours)
+def before_destroy(end: End) -> None:
+    """`end(error)` is called before `torch.distributed.destroy_process_group()` destroys all groups: a loop that never
+    closes its monitor keeps its last steps. `error`: what is being handled, as in a `finally` block, or None."""
+    global _original
+    _ends.append(end)
+    if _original is None and dist.is_available():
+        # Whoever destroys all groups shuts Bireme's down among them, however he has imported the function for it.
+        _original = vars(dist.ProcessGroup)["shutdown"]  # with what binds it to a group
+        dist.ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign, assignment]
 
 
-def forget(close: Callable[[], None]) -> None:
-    """It is closed already."""
-    global _ours
-    if close in _closers:
-        _closers.remove(close)
-    if not _closers and _ours is not None:
-        _replace(_ours, _original)
-        _ours = None
+def forget(end: End) -> None:
+    """It has ended already."""
+    global _original
+    if end in _ends:
+        _ends.remove(end)
+    if not _ends and _original is not None and dist.ProcessGroup.shutdown is _shutdown:
+        dist.ProcessGroup.shutdown = _original  # type: ignore[method-assign]
+        _original = None
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Also where somebody has imported the name from there."""
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if isinstance(names, dict) and names.get(_NAME) is old:
-            names[_NAME] = new
-
-
-def _destroy(group: Any = None) -> None:
-    original = _original
-    if group is None or group is dist.group.WORLD:
-        for close in _closers:
-            close()
-    original(group)
+def _shutdown(group: Any, *args: Any, **kwargs: Any) -> Any:
+    original = _original.__get__(group)
+    if getattr(group, "group_desc", None) == SIDE_GROUP:
+        error = sys.exc_info()[1]
+        while _ends:
+            with suppress(Exception):  # the group is to be shut down, whatever happens here
+                _ends.pop()(error)
+    return original(*args, **kwargs)

@@ -112,6 +112,7 @@ class Monitor:
         if channel is None:
             call_the_roll(meet_within_s)
         self.directory = Path(directory)
+        self._own_channel = channel is None
         self._channel = channel or Channel()
         self._step = self._first_step = first_step
         self._optimizers = bool(optimizers)
@@ -204,7 +205,7 @@ class Monitor:
         self._exchange.start()
         atexit.register(self._at_exit)
         nothing.follow(self)
-        leaving.before_destroy(self.close)
+        leaving.before_destroy(self._end)
         self._observation = Observation(self._step, [])
 
     # --- the loop ---
@@ -411,16 +412,25 @@ class Monitor:
         self._clock.close()
         if self._watch is not None:
             self._watch.close()
+        # A group that outlives the interpreter's end aborts the process: whoever made it decides when it ends.
+        self._known_groups.clear()
+        self._exchange.release()
+        if self._own_channel:
+            self._channel.group = None
 
     def _at_exit(self) -> None:
         """A loop that never closed its monitor keeps its record, and its process ends as if there were none."""
         if os.getpid() != self._process:  # a child that was forked
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if error is not None and not isinstance(error, SystemExit):
-            self.__exit__(type(error), error, None)
+        self._end(None if isinstance(error, SystemExit) else error, _AT_EXIT_S)
+
+    def _end(self, error: BaseException | None, within_s: float = _CLOSE_WITHIN_S) -> None:
+        """As if a `with` block had ended so."""
+        if error is None:
+            self.close(within_s=within_s)
         else:
-            self.close("finished", within_s=_AT_EXIT_S)
+            self.__exit__(type(error), error, None)
 
     def __enter__(self) -> Self:
         return self
@@ -539,7 +549,7 @@ class Monitor:
     def _stop_looking(self) -> None:
         """Hooks are taken off again."""
         nothing.unfollow(self)
-        leaving.forget(self.close)
+        leaving.forget(self._end)
         if self._finder is not None:
             self._finder.close()
         if self._flops is not None:
