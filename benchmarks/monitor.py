@@ -29,8 +29,8 @@ else:
     import common
     from overhead import Arms, ratios, work
 
-STEPS, SETTLED_AFTER = 12, 2  # DDP settles its buckets in the second step
-BATCH, WIDTH, LAYERS = 192, 768, 6
+STEPS, SETTLED_AFTER = 14, 2  # DDP settles its buckets in the second step
+BATCH, WIDTH, LAYERS = 528, 768, 6
 PLANTED_NS = 4_000_000
 
 
@@ -110,4 +110,4 @@ def measure(world: World, pairs: int, scratch: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(common.main("What the Monitor costs a plain DDP loop.", pairs=12, quick_pairs=2, measure=measure))
+    raise SystemExit(common.main("What the Monitor costs a plain DDP loop.", pairs=16, quick_pairs=2, measure=measure))

@@ -74,16 +74,17 @@ class PausingMonitor:
 
     def __init__(self, world: World, directory: Path):
         self.monitor = Monitor(directory, channel=world.channel, phases="explicit")
+        self._groups = dict(self.monitor._thread.collectives._groups)
         self.pause()
 
     def pause(self) -> None:
         common.await_exchange(self.monitor)
-        self.monitor._collectives.close()
+        self.monitor._thread.collectives.close()
 
     def go_on(self) -> None:
-        self.monitor._collectives = CollectiveObserver(self.monitor._collectives._groups)
-        self.monitor._collectives.step = self.monitor._step
-        self.monitor._tracker._boundaries.clear()
+        self.monitor._thread.collectives = CollectiveObserver(self._groups)
+        self.monitor._thread.collectives.step = self.monitor._step
+        self.monitor._thread.tracker._boundaries.clear()
 
 
 def training(trainer: Trainer, pairs: int, scratch: Path) -> Arms:

@@ -265,16 +265,19 @@ def test_many_ranks_are_told_by_node_and_the_slowest(started: list[MetricsServer
 def test_a_port_in_use_and_one_that_is_none_are_one_line(started: list[MetricsServer]) -> None:
     server = serve(started, facts(1))
     again = MetricsServer(server.port, facts(1))
-    with pytest.raises(UserError, match=f"metrics port {server.port} is in use: choose another --metrics-port"):
+    with pytest.raises(UserError, match=f"port {server.port} is in use: choose another metrics port"):
         again.start()
     again.close()
     for port, address, message in (
-        (70000, "127.0.0.1", "70000 is not a port"),
+        (70000, "127.0.0.1", r"70000 is not a port: choose a metrics port from 1024 to 65535 \(--metrics-port\)"),
+        ("9400", "127.0.0.1", "'9400' is not a port"),
+        (9400.0, "127.0.0.1", r"9400\.0 is not a port"),
+        (True, "127.0.0.1", "True is not a port"),
         (0, "203.0.113.7", "cannot serve metrics on 203.0.113.7 port 0"),
         (0, "no such host", "cannot serve metrics on no such host"),
     ):
         with pytest.raises(UserError, match=message) as error:
-            MetricsServer(port, facts(1), address=address).start()
+            MetricsServer(port, facts(1), address=address).start()  # type: ignore[arg-type]
         assert "\n" not in str(error.value)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from bireme import record
 from bireme.errors import UserError
-from bireme.files import written_whole
 from bireme.record import RunWriter, write_json_atomic
 from bireme.run_reader import CELLS, Run, read_facts, read_run
 
@@ -78,7 +77,9 @@ def test_lines_are_on_disk_when_the_call_returns(writer: RunWriter) -> None:
 def test_an_existing_run_is_refused_and_left_alone(writer: RunWriter) -> None:
     writer.steps([line(1)])
     before = {path.name: path.read_bytes() for path in writer.directory.iterdir()}
-    with pytest.raises(UserError, match="exists: choose another --run DIR"):
+    with pytest.raises(
+        UserError, match=r"exists: choose another directory \(--run-dir\), or go on with it \(--resume\)"
+    ):
         RunWriter(writer.directory, FACTS)
     assert {path.name: path.read_bytes() for path in writer.directory.iterdir()} == before
 
@@ -182,17 +183,6 @@ def test_the_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
         write_json_atomic(path, {"a": 2})
     assert orjson.loads(path.read_bytes()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_files_are_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), written_whole(tmp_path / "x") as file:
-        file.write(b"half")
-        raise ValueError
-    assert list(tmp_path.iterdir()) == []
-    with written_whole(tmp_path / "x") as file:
-        file.write(b"whole")
-        assert not (tmp_path / "x").exists()
-    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("x", b"whole")]
 
 
 # --- going on with a run -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`bireme run`: a script as it is, its arguments, its exit code, and which of its optimizers makes the steps."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,8 @@ def test_after_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     finders = list(sys.meta_path)
     after_import("imported_later", note)
+    for _ in range(2):  # who only asks whether there is one
+        assert importlib.util.find_spec("imported_later") is not None
     assert seen == []
     import imported_later  # type: ignore[import-not-found]
 

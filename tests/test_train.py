@@ -176,7 +176,7 @@ def test_a_planted_straggler_is_in_the_record(ranks: RankPool, corpus: str, tmp_
 
 def test_an_existing_run_is_refused_and_stays_as_it_was(ranks: RankPool, one_rank: Path, corpus: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="choose another --run"):
+    with pytest.raises(UserError, match="choose another directory"):
         ranks(2, run_trainer, one_rank, {"data": corpus})
     assert {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()} == before
 

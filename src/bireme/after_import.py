@@ -20,22 +20,27 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self._name = name
         self._call = call
+        self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._call)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:  # many ask only whether there is one
+            spec.loader = _Loader(spec.loader, self, self._call)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, loader: Loader, call: Callable[[ModuleType], None]):
+    def __init__(self, loader: Loader, finder: MetaPathFinder, call: Callable[[ModuleType], None]):
         self._loader = loader
+        self._finder = finder
         self._call = call
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -46,5 +51,7 @@ class _Loader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         self._loader.exec_module(module)
         self._call(module)

@@ -1,7 +1,7 @@
 """Small messages between all ranks, on a gloo group of their own: never on the groups that train."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -95,6 +95,20 @@ class Channel:
         parts = [torch.empty_like(padded) for _ in sizes]
         self.wait(dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [orjson.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """SharedError naming the first of these settings (what JSON can hold) that is another on some rank: the ranks
+        would wait for each other's next collective, or train something else. Collective."""
+        everybodys = self.all_gather(values)
+        if not all(isinstance(each, dict) and each.keys() == values.keys() for each in everybodys):
+            raise SharedError("the ranks were started with different commands, or different versions of bireme")
+        for name, value in everybodys[0].items():
+            others = [rank for rank, each in enumerate(everybodys) if each[name] != value]
+            if others:
+                raise SharedError(
+                    f"the ranks were started with different settings: {name} is {value!r} on rank 0, but "
+                    f"{everybodys[others[0]][name]!r} on {name_ranks(others)}"
+                )
 
     def raise_together(self, problem: str | None) -> None:
         """SharedError on every rank when one has a problem: with the ranks that each problem comes from."""

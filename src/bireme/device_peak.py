@@ -18,8 +18,8 @@ def peak_of_ranks(channel: Channel, device: torch.device, seconds: float) -> dic
             per_rank, source = known.flops_per_s, known.source
         else:
             source = "n/a: the device is not in the table of peaks"
-    elif seconds:
-        channel.all_gather(None)  # all at once: ranks that share cores share the roof
+    channel.all_gather(None)  # all at once: ranks that share cores share the roof
+    if device.type != "cuda" and seconds:
         per_rank = measure_matmul_roof(seconds)
         source = f"measured fp32 matrix multiplication, {torch.get_num_threads()} threads per rank"
     gathered = channel.all_gather(per_rank)

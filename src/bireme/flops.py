@@ -67,8 +67,11 @@ def flops_of_config(config: Any, length: int) -> FlopsPerToken | None:
     Mistral or Qwen 2 with full attention and heads that make up the embedding. None for any other."""
     if config is None:
         return None
-    if hasattr(config, "embedding_dim") and hasattr(config, "feed_forward_dim"):
-        return flops_per_token(config, length)
+    if isinstance(getattr(config, "num_kv_heads", None), int) and hasattr(config, "feed_forward_dim"):
+        try:
+            return flops_per_token(config, length)
+        except AttributeError:  # somebody else's, of the same words
+            return None
     kind = getattr(config, "model_type", None)
     if kind == "gpt2":
         embedding, layers, heads = config.n_embd, config.n_layer, config.n_head

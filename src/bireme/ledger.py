@@ -10,7 +10,7 @@ Pure functions: no torch, no files, no clocks. The rules are those of the design
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -18,6 +18,9 @@ PHASES = ("input", "forward", "backward", "optimizer", "checkpoint", "other")
 STATES = ("running", "runnable", "transfer", "wait", "blocked")
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
 RUNNING, RUNNABLE, TRANSFER, WAIT, BLOCKED = range(5)
+
+# By which capability a state is told from `blocked` (run.json's `missing` names those that a run lacked).
+SEEN_BY = {"runnable": "run_delay", "transfer": "collectives", "wait": "collectives"}
 
 # Members of these leave together, so the shortest duration among the members is pure transfer.
 LEAVE_TOGETHER = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
@@ -107,6 +110,17 @@ class StepLedger:
     @property
     def wall_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+
+def unobserved_states(missing: Container[str] | None) -> frozenset[str]:
+    """The states that could not be told from `blocked`, without these capabilities."""
+    return frozenset(state for state, capability in SEEN_BY.items() if capability in (missing or ()))
+
+
+def own_states(collectives_known: bool) -> tuple[int, ...]:
+    """The states of a rank's self time: its own part of the step, without what it was exposed to others. Where
+    collectives were not observed `blocked` holds the waiting for others, too, and does not count."""
+    return (RUNNING, RUNNABLE, BLOCKED) if collectives_known else (RUNNING, RUNNABLE)
 
 
 # --- intervals ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 import bireme
-from bireme.ledger import BLOCKED, PHASES, RUNNABLE, RUNNING, STATES
+from bireme.ledger import PHASES, STATES, own_states, unobserved_states
+from bireme.report.sums import present_ranks
 from bireme.run_reader import is_number
 from bireme.text import rank_list
 from bireme.watch.standing import Standing, ranks_of
@@ -66,7 +67,7 @@ class RunMetrics(Collector):
         self._node_of = {rank: str(node["name"]) for node in facts["nodes"] for rank in node["ranks"]}
         missing = facts.get("missing") or {}
         self._collectives_known = "collectives" not in missing
-        self._run_delay_known = "run_delay" not in missing
+        self._unobserved = unobserved_states(missing)
         self._totals = [_Totals() for _ in range(self._size)]
         self._window_s: dict[int, tuple[float, float]] = {}  # rank: step, self time
         self._steps = self._tokens = 0
@@ -107,7 +108,7 @@ class RunMetrics(Collector):
             self._skipped[reason if known else "other"] += 1
         gc_ns = line.get("gc_ns") or [0] * self._size
         groups = self._facts.get("groups") or []
-        for rank in _present(line):
+        for rank in present_ranks(line):
             totals = self._totals[rank]
             totals.cells = _sum(totals.cells, line["cells_ns"][rank])
             hidden = (line[name][rank] for name in ("hidden_ns", "hidden_transfer_ns"))
@@ -123,11 +124,13 @@ class RunMetrics(Collector):
             return
         wall_s: dict[int, list[float]] = {}
         own_s: dict[int, list[float]] = {}
+        own = own_states(self._collectives_known)
         for line in measured:
-            here = _present(line)
+            here = present_ranks(line)
             for rank in here:
                 wall_s.setdefault(rank, []).append((line["end_ns"][rank] - line["start_ns"][rank]) / 1e9)
-                own_s.setdefault(rank, []).append(self._own_ns(line["cells_ns"][rank]) / 1e9)
+                own_ns = sum(sum(line["cells_ns"][rank][state :: len(STATES)]) for state in own)
+                own_s.setdefault(rank, []).append(own_ns / 1e9)
             if here:
                 step_s = math.fsum(wall_s[rank][-1] for rank in here) / len(here)
                 self._buckets[bisect_left(STEP_BUCKETS_S, step_s)] += 1
@@ -139,11 +142,6 @@ class RunMetrics(Collector):
         slowest_s = max((math.fsum(walls) for walls in wall_s.values()), default=0.0)
         if tokens and slowest_s > 0:
             self._gauges["tokens_per_s"] = tokens / slowest_s
-
-    def _own_ns(self, cells: Sequence[int]) -> int:
-        """Self time. Where collectives were not observed, `blocked` holds the waiting for others, too."""
-        states = (RUNNING, RUNNABLE, BLOCKED) if self._collectives_known else (RUNNING, RUNNABLE)
-        return sum(sum(cells[state :: len(STATES)]) for state in states)
 
     # --- giving out ---
 
@@ -228,7 +226,7 @@ class RunMetrics(Collector):
         cells = CounterMetricFamily(
             "bireme_ledger_seconds", "The ledger: time by phase and state.", labels=(*_BY_RANK, "phase", "state")
         )
-        seen = [state for state, name in enumerate(STATES) if self._observed(name)]
+        seen = [state for state, name in enumerate(STATES) if name not in self._unobserved]
         for rank, node, totals in shown:
             for index, phase in enumerate(PHASES):
                 for state in seen:
@@ -301,11 +299,6 @@ class RunMetrics(Collector):
 
     # --- helpers ---
 
-    def _observed(self, state: str) -> bool:
-        if state == "runnable":
-            return self._run_delay_known
-        return self._collectives_known or state not in ("transfer", "wait")
-
     def _shown(self) -> list[tuple[str, str, _Totals]]:
         """Rank, node and totals of every rank; of many ranks those of each node (without a rank), and of the rank that
         was slowest in the last window."""
@@ -355,7 +348,3 @@ def _loss(line: Mapping[str, Any]) -> float:
         return float(line["loss"])
     reason = str(line.get("loss_reason"))
     return float(reason) if reason in ("inf", "-inf") else math.nan
-
-
-def _present(line: Mapping[str, Any]) -> list[int]:
-    return [rank for rank, start_ns in enumerate(line["start_ns"]) if start_ns is not None]

@@ -18,6 +18,7 @@ from bireme.metric_families import RunMetrics
 
 PATH = "/metrics"
 
+_CHOOSE_PORT = "choose a metrics port from 1024 to 65535 (--metrics-port)"
 _MOST_CLIENTS = 8  # at once; more are turned away
 _CLIENT_WITHIN_S = 10.0  # then a client that is slow, or does nothing, is cut off
 _LOOK_EVERY_S = 0.5
@@ -40,16 +41,18 @@ class MetricsServer:
 
     def start(self) -> None:
         """Begins to listen. Raises UserError, in one line, when it cannot."""
-        if not 0 <= self.port <= 65535:
-            raise UserError(f"metrics port {self.port} is not a port: choose one of 1024 to 65535 with --metrics-port")
+        if type(self.port) is not int or not 0 <= self.port <= 65535:
+            raise UserError(f"metrics port {self.port!r} is not a port: {_CHOOSE_PORT}")
         try:
             self._server = _Server(self._address, self.port, self._registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise UserError(f"metrics port {self.port} is in use: choose another --metrics-port") from None
+                raise UserError(
+                    f"metrics port {self.port} is in use: choose another metrics port (--metrics-port)"
+                ) from None
             why = error.strerror or str(error)
             if error.errno == errno.EACCES:
-                why = "only root may take it; choose one of 1024 to 65535 with --metrics-port"
+                why = f"only root may take it; {_CHOOSE_PORT}"
             raise UserError(f"cannot serve metrics on {self._address} port {self.port}: {why}") from None
         self.port = int(self._server.server_address[1])
         serve = threading.Thread(

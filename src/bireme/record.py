@@ -32,6 +32,7 @@ from bireme.run_reader import (
 )
 
 PROBE = ".probe-"  # a file that is made to see whether nodes share the directory
+_OTHER = "choose another directory (--run-dir)"  # also for those who give it to bireme.Monitor
 _LOCK_WAIT_S = 5.0  # what a process that is being ended may take to let go of its run
 
 
@@ -112,12 +113,12 @@ class RunWriter:
             directory.mkdir(parents=True, exist_ok=True)
             taken = {entry.name for entry in directory.iterdir() if not _leaves_room(entry)}
         except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{directory} is not a directory: choose another --run DIR") from None
+            raise UserError(f"{directory} is not a directory: {_OTHER}") from None
         if RUN_FILE in taken:
-            raise UserError(f"run {directory} exists: choose another --run DIR, or continue it with --resume")
+            raise UserError(f"run {directory} exists: {_OTHER}, or go on with it (--resume)")
         if taken:
-            raise UserError(f"{directory} is not empty and holds no run: choose another --run DIR")
-        self._hold(f"run {directory} exists: choose another --run DIR", within_s=0.0)
+            raise UserError(f"{directory} is not empty and holds no run: {_OTHER}")
+        self._hold(f"run {directory} exists: {_OTHER}", within_s=0.0)
         (directory / STEPS_FILE).touch()
 
     def _go_on(self, after: int) -> None:
@@ -222,7 +223,7 @@ class RunWriter:
 def _leaves_room(entry: Path) -> bool:
     """Whether a run may begin beside this file: logs, a probe, and what a start that failed at once has left empty."""
     if entry.name in (STEPS_FILE, EVENTS_FILE):
-        return entry.stat().st_size == 0
+        return entry.is_file() and entry.stat().st_size == 0
     return entry.name == LOGS_DIRECTORY or entry.name.startswith(PROBE)
 
 

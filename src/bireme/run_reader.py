@@ -15,7 +15,8 @@ from typing import Any
 import orjson
 
 from bireme.errors import UserError
-from bireme.ledger import PHASES, STATES, Segment, Span
+from bireme.files import open_regular
+from bireme.ledger import PHASES, STATES
 
 FORMAT = "bireme-run"
 VERSION = 1
@@ -61,32 +62,32 @@ class Run:
         return self.facts.get("missing") or {}
 
 
-_Kinds = tuple[type, ...]
-_NONE = type(None)
-_TEXT: _Kinds = (str, _NONE)
-_NUMBER: _Kinds = (int, float, _NONE)
+Kinds = tuple[type, ...]
+NONE = type(None)
+_TEXT: Kinds = (str, NONE)
+_NUMBER: Kinds = (int, float, NONE)
 
 # What reports use of run.json. A dotted name is looked up only where what it is in is there.
-_REQUIRED: dict[str, _Kinds] = {"status": (str,), "world_size": (int,), "nodes": (list,), "groups": (list,)}
-_OPTIONAL: dict[str, _Kinds] = {
+_REQUIRED: dict[str, Kinds] = {"status": (str,), "world_size": (int,), "nodes": (list,), "groups": (list,)}
+_OPTIONAL: dict[str, Kinds] = {
     "status_reason": _TEXT,
     "started_utc": _TEXT,
     "ended_utc": _TEXT,
     "layout": _TEXT,
     "reduction": _TEXT,
-    "missing": (dict, _NONE),
-    "config": (dict, _NONE),
-    "versions": (dict, _NONE),
-    "ranks": (list, _NONE),
-    "data": (dict, _NONE),
-    "model": (dict, _NONE),
-    "network": (dict, _NONE),
+    "missing": (dict, NONE),
+    "config": (dict, NONE),
+    "versions": (dict, NONE),
+    "ranks": (list, NONE),
+    "data": (dict, NONE),
+    "model": (dict, NONE),
+    "network": (dict, NONE),
     "model.preset": _TEXT,
-    "model.parameters": (int, _NONE),
-    "model.flops_per_token": (dict, _NONE),
+    "model.parameters": (int, NONE),
+    "model.flops_per_token": (dict, NONE),
     "model.flops_per_token.full": _NUMBER,
     "model.flops_per_token.causal": _NUMBER,
-    "peak": (dict, _NONE),
+    "peak": (dict, NONE),
     "peak.flops_per_s": _NUMBER,
     "peak.source": _TEXT,
 }
@@ -111,7 +112,7 @@ def _check_facts(directory: Path, facts: dict[str, Any]) -> None:
     for name, kinds in (_REQUIRED | _OPTIONAL).items():
         value = _lookup(facts, name)
         if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
-            expected = " or ".join("null" if kind is _NONE else kind.__name__ for kind in kinds)
+            expected = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
             raise fail(f"field {name!r} is {type(value).__name__}, expected {expected}")
     world_size = facts["world_size"]
     for table in ("nodes", "groups"):
@@ -130,25 +131,25 @@ def _check_facts(directory: Path, facts: dict[str, Any]) -> None:
 _RANK_NUMBERS = ("end_ns", "hidden_ns", "hidden_transfer_ns", "clamped_ns", "unlocated_ns", "unmatched")
 
 
-_MOST = 1 << 62  # of whole numbers: what is computed from them fits 64 bits
+MOST = 1 << 62  # of whole numbers: what is computed from them fits 64 bits
 
 
-def _is_ints(value: Any, count: int) -> bool:
+def is_ints(value: Any, count: int) -> bool:
     if not (type(value) is list and len(value) == count and set(map(type, value)) <= {int}):
         return False
-    return not value or -_MOST < min(value) <= max(value) < _MOST
+    return not value or -MOST < min(value) <= max(value) < MOST
 
 
 def is_step(line: Any, world_size: int, groups: int) -> bool:
     """Whether a line of steps.jsonl has what reports use of it, with the right types."""
-    if type(line) is not dict or type(line.get("step")) is not int or not abs(line["step"]) < _MOST:
+    if type(line) is not dict or type(line.get("step")) is not int or not abs(line["step"]) < MOST:
         return False
     gc_ns = line.get("gc_ns")  # older records have none
     if gc_ns is not None and not (type(gc_ns) is list and len(gc_ns) == world_size):
         return False
     if not all(type(each) is int or each is None for each in gc_ns or ()):
         return False
-    if type(line.get("skipped")) not in _TEXT or type(line.get("tokens")) not in (int, _NONE):
+    if type(line.get("skipped")) not in _TEXT or type(line.get("tokens")) not in (int, NONE):
         return False
     if not all(line.get(name) is None or is_number(line[name]) for name in ("loss", "injected_ms")):
         return False
@@ -163,7 +164,7 @@ def is_step(line: Any, world_size: int, groups: int) -> bool:
             return False
         arrays = [list(compress(array, here)) for array in arrays]
     start_ns, *numbers, cells_ns, overhead_ns, collectives = arrays
-    if not all(_is_ints(each, len(start_ns)) for each in (start_ns, *numbers)):
+    if not all(is_ints(each, len(start_ns)) for each in (start_ns, *numbers)):
         return False
     if not all(end >= start for start, end in zip(start_ns, numbers[0], strict=True)):
         return False
@@ -179,7 +180,7 @@ def _is_table(rows: list[Any], width: int) -> bool:
     if not _is_rows(rows, width):
         return False
     numbers = list(chain.from_iterable(rows))
-    return _is_ints(numbers, len(numbers))
+    return is_ints(numbers, len(numbers))
 
 
 def _are_uses(ranks: list[Any], groups: int) -> bool:
@@ -192,7 +193,7 @@ def _are_uses(ranks: list[Any], groups: int) -> bool:
     if not _is_rows(uses, 6):
         return False
     group, operation, *numbers = (list(column) for column in zip(*uses, strict=True))
-    if not all(_is_ints(column, len(uses)) for column in (group, *numbers)):
+    if not all(is_ints(column, len(uses)) for column in (group, *numbers)):
         return False
     return set(map(type, operation)) <= {str} and min(group) >= 0 and max(group) < groups
 
@@ -214,10 +215,11 @@ def uncollected() -> Iterator[None]:
 
 
 def read_lines(path: Path) -> tuple[list[Any], int]:
-    """The lines that parse, and how many do not; a torn last line is one that is still being written."""
+    """The lines that parse, and how many do not; a torn last line is one that is still being written. Raises OSError,
+    and UserError for what is no regular file."""
     lines, damaged = [], 0
     try:
-        with path.open("rb") as file, uncollected():
+        with open_regular(path) as file, uncollected():
             for line in file:
                 try:
                     if not line.isspace():
@@ -233,7 +235,8 @@ def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     """The facts of a run, checked. Raises UserError, in one line, when the directory holds none."""
     path = directory / name
     try:
-        facts = orjson.loads(path.read_bytes())
+        with open_regular(path) as file:
+            facts = orjson.loads(file.read())
     except (FileNotFoundError, NotADirectoryError):
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory: give the directory of a run") from None
@@ -253,8 +256,8 @@ def read_facts(directory: Path, name: str = RUN_FILE) -> dict[str, Any]:
     return facts
 
 
-def _number_of(facts: dict[str, Any], name: str) -> int:
-    """A whole number of a record that may be older than the field."""
+def number_of(facts: dict[str, Any], name: str) -> int:
+    """A whole number of a record that may be older than the field: then 1."""
     value = facts.get(name)
     return value if type(value) is int else 1
 
@@ -263,9 +266,9 @@ def _since(lines: list[Any], facts: dict[str, Any]) -> tuple[list[Any], list[Any
     """The lines of the attempts before that of `facts`, and its own."""
     before: list[Any] = []
     after: list[Any] = []
-    if _number_of(facts, "attempt") == 1:
+    if number_of(facts, "attempt") == 1:
         return before, lines
-    first_step = _number_of(facts, "first_step")
+    first_step = number_of(facts, "first_step")
     for line in lines:
         step = line.get("step") if isinstance(line, dict) else None
         (before if type(step) is int and step < first_step else after).append(line)
@@ -282,14 +285,16 @@ def read_run(directory: Path) -> Run:
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
     earlier, steps = _since(lines, facts)
-    while not steps and earlier:  # resumed, and no step made since
-        facts = read_facts(directory, earlier_run_file(_number_of(facts, "attempt") - 1))
+    for attempt in range(number_of(facts, "attempt") - 1, 0, -1):
+        if steps or not earlier:
+            break
+        facts = read_facts(directory, earlier_run_file(attempt))  # resumed, and no step made since
         earlier, steps = _since(earlier, facts)
     facts = {**facts, **{name: newest.get(name) for name in ("status", "status_reason", "ended_utc")}}
 
     good_steps = [line for line in steps if is_step(line, facts["world_size"], len(facts["groups"]))]
     good_events = [line for line in events if is_event(line)]
-    attempt = _number_of(facts, "attempt")
+    attempt = number_of(facts, "attempt")
     begun = [
         index
         for index, event in enumerate(good_events)
@@ -298,148 +303,3 @@ def read_run(directory: Path) -> Run:
     begins = begun[-1] if begun else 0
     damaged = damaged_steps + damaged_events + len(steps) - len(good_steps) + len(events) - len(good_events)
     return Run(directory, facts, good_steps, good_events[begins:], damaged, earlier, good_events[:begins])
-
-
-# --- the trace of chosen steps -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """What one rank saw of one step, in nanoseconds of its own clock. `spans`: all that its ledger was made of;
-    `pauses`: (start, end, generation) of garbage collections."""
-
-    step: int
-    rank: int
-    start_ns: int
-    end_ns: int
-    segments: list[Segment]
-    spans: list[Span]
-    pauses: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The traced steps of one attempt, by step and rank. `clocks`: after which step the clocks were compared, and by
-    rank (its clock, how far that is ahead of rank 0's, by how much that may be wrong), in nanoseconds."""
-
-    directory: Path
-    facts: dict[str, Any]
-    steps: list[TracedStep]
-    clocks: list[tuple[int, dict[int, tuple[int, int, int]]]]
-    damaged_lines: int
-
-
-def _is_row(value: Any, *kinds: _Kinds) -> bool:
-    """Whether it is a list of values of these types; whole numbers are of a size to compute with."""
-    return (
-        type(value) is list
-        and len(value) == len(kinds)
-        and all(type(each) in kind for each, kind in zip(value, kinds, strict=True))
-        and all(-_MOST < each < _MOST for each in value if type(each) is int)
-    )
-
-
-_INT: _Kinds = (int,)
-_INT_OR_NONE: _Kinds = (int, _NONE)
-_SPAN_ROW = (_INT, _INT, (str,), _INT, _INT, *(_INT_OR_NONE,) * 3, (list,), (str,), _INT, _INT)
-
-
-def _span(row: Any) -> Span:
-    if not _is_row(row, *_SPAN_ROW):
-        raise ValueError
-    group, sequence, operation, num_bytes, issue_ns, finish_ns, duration_ns, transfer_ns, waits, *rest = row
-    known = finish_ns is not None and duration_ns is not None
-    if group < 0 or (duration_ns or 0) < 0 or (transfer_ns is not None and not (known and transfer_ns >= 0)):
-        raise ValueError
-    if not all(_is_row(wait, _INT, _INT) for wait in waits):
-        raise ValueError
-    origin, side, step = rest
-    return Span(
-        *(group, sequence, operation, num_bytes, issue_ns, finish_ns, origin, side, step),
-        waits=[(start_ns, end_ns) for start_ns, end_ns in waits],
-        duration_ns=duration_ns,
-        transfer_ns=transfer_ns,
-    )
-
-
-def _segments(rows: list[Any], start_ns: int, end_ns: int) -> list[Segment]:
-    segments = []
-    boundary_ns = start_ns
-    for row in rows:
-        if not _is_row(row, _INT, _INT, _INT, _INT_OR_NONE, _INT):
-            raise ValueError
-        segment = Segment(*row)
-        if not (0 <= segment.phase < len(PHASES) and boundary_ns == segment.start_ns <= segment.end_ns):
-            raise ValueError
-        if min(segment.cpu_ns or 0, segment.run_delay_ns) < 0:
-            raise ValueError
-        boundary_ns = segment.end_ns
-        segments.append(segment)
-    if boundary_ns != end_ns:
-        raise ValueError
-    return segments
-
-
-def _traced_step(line: dict[str, Any], world_size: int) -> TracedStep:
-    """A step's line of trace.jsonl; ValueError for one that is damaged."""
-    numbers = [line.get(name) for name in ("step", "rank", "start_ns", "end_ns")]
-    lists = [line.get(name) for name in ("segments", "spans", "pauses")]
-    if not (_is_ints(numbers, 4) and all(type(each) is list for each in lists)):
-        raise ValueError
-    step, rank, start_ns, end_ns = (int(each or 0) for each in numbers)
-    segments, spans, pauses = (each or [] for each in lists)
-    if not 0 <= rank < world_size or not all(_is_row(each, _INT, _INT, _INT) and each[0] <= each[1] for each in pauses):
-        raise ValueError
-    return TracedStep(
-        *(step, rank, start_ns, end_ns),
-        segments=_segments(segments, start_ns, end_ns),
-        spans=[_span(row) for row in spans],
-        pauses=[(first_ns, last_ns, generation) for first_ns, last_ns, generation in pauses],
-    )
-
-
-def _clock_readings(line: dict[str, Any], world_size: int) -> tuple[int, dict[int, tuple[int, int, int]]]:
-    rows = line["clocks"]
-    if not (_is_row([line.get("step")], _INT) and type(rows) is list):
-        raise ValueError
-    if not all(_is_row(row, *(_INT,) * 4) and 0 <= row[0] < world_size and row[3] >= 0 for row in rows):
-        raise ValueError
-    return line["step"], {rank: (at_ns, offset_ns, bound_ns) for rank, at_ns, offset_ns, bound_ns in rows}
-
-
-def read_trace(directory: Path) -> Trace:
-    """The trace of a run's newest attempt that has one, finished or still growing. Raises UserError, in one line, for
-    what is no run, has no traced step, or cannot be read."""
-    facts = read_facts(directory)
-    try:
-        lines, damaged = read_lines(directory / TRACE_FILE)
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    by_attempt: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        if isinstance(line, dict) and type(line.get("attempt")) is int:
-            by_attempt.setdefault(line["attempt"], []).append(line)
-        else:
-            damaged += 1
-    newest = _number_of(facts, "attempt")
-    for attempt in sorted(by_attempt, reverse=True):
-        if attempt > newest or not any("segments" in line for line in by_attempt[attempt]):
-            continue
-        if attempt != newest:
-            facts = read_facts(directory, earlier_run_file(attempt))
-        steps: dict[tuple[int, int], TracedStep] = {}
-        clocks = []
-        for line in by_attempt[attempt]:
-            try:
-                if "clocks" in line:
-                    clocks.append(_clock_readings(line, facts["world_size"]))
-                else:
-                    traced = _traced_step(line, facts["world_size"])
-                    steps[traced.step, traced.rank] = traced
-            except ValueError:
-                damaged += 1
-        if steps:
-            return Trace(directory, facts, [steps[key] for key in sorted(steps)], clocks, damaged)
-    if damaged:
-        raise UserError(f"{directory / TRACE_FILE} has no usable line ({damaged} are damaged)")
-    raise UserError(f"run {directory} has no traced steps: train with --trace-steps 20:22")

@@ -4,14 +4,13 @@ import logging
 import os
 import runpy
 import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bireme.after_import import after_import
-from bireme.errors import UserError
+from bireme.errors import SharedError, UserError
 from bireme.record import default_run
 from bireme.run_reader import RUN_FILE
 from bireme.text import one_line
@@ -44,11 +43,16 @@ def run_command(words: list[str], module: bool, options: RunOptions) -> int:
         raise UserError("bireme run: give a script, as in bireme run train.py --its --arguments")
     if not module:
         _check_script(words[0])
-    if os.environ.get("RANK", "0") == "0" and (options.directory / RUN_FILE).exists():
+    if os.environ.get("RANK", "0") == "0" and (options.directory / RUN_FILE).exists() and not _is_restart():
         raise UserError(f"run {options.directory} exists: choose another --run-dir")
     steps = ScriptSteps(options)
     after_import("torch", steps.follow)
     return _run(words, module, steps)
+
+
+def _is_restart() -> bool:
+    """By the launcher: the Monitor sees whether the run is one of this job, and goes on with it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _check_script(name: str) -> None:
@@ -90,6 +94,7 @@ class ScriptSteps:
     monitor: "Monitor | None" = None
     problem: str | None = None
     _begun: bool = False
+    _followed: bool = False
     _lead: LeadingOptimizer = field(default_factory=LeadingOptimizer)
 
     def follow(self, _torch: Any) -> None:
@@ -97,6 +102,12 @@ class ScriptSteps:
         from bireme.observe.automatic import when_stepped_unfollowed
 
         when_stepped_unfollowed(self._first_step)
+        self._followed = True
+
+    @staticmethod
+    def _speaks() -> bool:
+        """What concerns all ranks is said by one."""
+        return os.environ.get("RANK", "0") == "0"
 
     def _first_step(self, optimizer: Any) -> None:
         if self._begun:
@@ -106,14 +117,17 @@ class ScriptSteps:
             self._begin(optimizer)
         except Exception as error:  # never into the script
             self.problem = str(error) if isinstance(error, UserError) else one_line(error)
-            log.warning("this run is not observed: %s", self.problem)
+            if self._speaks() or not isinstance(error, SharedError):
+                log.warning("this run is not observed: %s", self.problem)
 
     def _begin(self, optimizer: Any) -> None:
         from bireme.observe.monitor import Monitor
+        from bireme.observe.own_facts import device_of
 
         options = self.options
         monitor = Monitor(
             options.directory,
+            device=device_of([], [optimizer]).type,
             flops_per_token=options.flops_per_token,
             skip_steps=options.skip_steps,
             stall_after_s=options.stall_after_s,
@@ -133,8 +147,14 @@ class ScriptSteps:
 
     def end(self, error: BaseException | None) -> None:
         """The script has ended, with that error; says where the record is."""
+        if self._followed:
+            from bireme.observe.automatic import when_stepped_unfollowed
+
+            when_stepped_unfollowed(None)
         if self.monitor is None:
-            if self.problem is None and error is None:
+            # Nor where the script has a Monitor of its own.
+            nobody = self.problem is None and error is None and "bireme.observe.monitor" not in sys.modules
+            if nobody and self._speaks():
                 print(
                     "bireme: no optimizer of PyTorch stepped in this process, so there is no step to account for "
                     "(ranks that the script starts itself are not seen: start them with torchrun)",
@@ -142,7 +162,7 @@ class ScriptSteps:
                 )
             return
         self.monitor.__exit__(type(error) if error is not None else None, error, None)
-        if os.environ.get("RANK", "0") == "0":
+        if self._speaks():
             directory = self.options.directory
             print(f"run directory: {directory}  (bireme report {directory})", file=sys.stderr)
 
@@ -170,7 +190,7 @@ def _run(words: list[str], module: bool, steps: ScriptSteps) -> int:
         code, failure = 130, error
     except BaseException as error:
         # As Python itself shows it: without the frames of what ran the script.
-        traceback.print_exception(type(error), error, _own_frames(error.__traceback__, script))
+        sys.excepthook(type(error), error, _own_frames(error.__traceback__, script))
         code, failure = 1, error
     steps.end(failure)
     return code

@@ -18,11 +18,11 @@ from bireme.advertise import Place, agree, explain
 from bireme.channel import COLLECTIVE_TIMEOUT_S, Channel, set_group_timeout
 from bireme.cores import usable_cores
 from bireme.environment import Launch, forgotten_launcher
-from bireme.errors import SharedError, UserError
+from bireme.errors import UserError
 from bireme.meeting import Meeting
 from bireme.neighbours import Neighbours
 from bireme.network import answers, boot_id, network_stack
-from bireme.text import listed, name_ranks, printable
+from bireme.text import listed, printable
 
 log = logging.getLogger(__name__)
 
@@ -78,16 +78,7 @@ class World:
     def agree(self, values: Mapping[str, Any]) -> None:
         """SharedError naming the first of these settings (what JSON can hold) that is another on some rank: the ranks
         would wait for each other's next collective, or train something else. Collective."""
-        everybodys = self.channel.all_gather(values)
-        if not all(isinstance(each, dict) and each.keys() == values.keys() for each in everybodys):
-            raise SharedError("the ranks were started with different commands, or different versions of bireme")
-        for name, value in everybodys[0].items():
-            others = [rank for rank, each in enumerate(everybodys) if each[name] != value]
-            if others:
-                raise SharedError(
-                    f"the ranks were started with different settings: {name} is {value!r} on rank 0, but "
-                    f"{everybodys[others[0]][name]!r} on {name_ranks(others)}"
-                )
+        self.channel.agree(values)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long a collective, or a message on the channel, may take from now on; new groups need it said again."""
@@ -253,6 +244,7 @@ def _identity(local_rank: int, device: torch.device, place: Place | None = None)
         "local_rank": local_rank,
         "pid": os.getpid(),
         "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "address": place.address if place else None,
         "interface": place.interface if place else None,

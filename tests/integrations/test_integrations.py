@@ -87,3 +87,31 @@ def test_an_unmodified_script(tmp_path: Path) -> None:
     assert len(weights(plain)) == 2 and weights(observed) == weights(plain)
     assert f"run directory: {tmp_path / 'run'}" in said
     check_run(read_run(tmp_path / "run"), 39, 3)  # what comes before the first optimizer step is not seen
+
+
+@needs("lightning")
+def test_lightnings_losses_are_divided_already(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from bireme.integrations.lightning import BiremeCallback
+
+    class Constant(BoringModel):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self(batch).sum() * 0 + 3.0
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=8,
+        limit_val_batches=0,
+        accumulate_grad_batches=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[BiremeCallback(tmp_path / "run")],
+    )
+    trainer.fit(Constant())
+    assert [line["loss"] for line in read_run(tmp_path / "run").steps] == [3.0, 3.0]

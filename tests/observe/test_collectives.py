@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from bireme.channel import Channel
 from bireme.ledger import EAGER, IN_PLACE, REDUCER, Span
 from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
-from bireme.observe.exchange import Exchange, side_groups
+from bireme.observe.exchange import Exchange
+from bireme.observe.groups import side_groups
 from bireme.observe.phases import Observation
 
 torch.set_num_threads(1)

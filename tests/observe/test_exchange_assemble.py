@@ -11,8 +11,9 @@ import torch
 
 from bireme.channel import Channel
 from bireme.ledger import IN_PLACE, PHASES, STATES, Segment, Span
-from bireme.observe.exchange import Exchange, assemble
+from bireme.observe.exchange import Exchange
 from bireme.observe.phases import Observation
+from bireme.observe.reports import assemble
 
 # --- assemble ----------------------------------------------------------------------------------------------------
 

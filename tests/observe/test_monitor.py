@@ -584,7 +584,7 @@ def refused(rank: int, size: int, directory: Path) -> list[str]:
 def test_a_run_is_refused_on_every_rank_when_it_exists(ranks: Ranks, tmp_path: Path) -> None:
     for messages in ranks(2, refused, tmp_path):
         assert messages == [
-            f"run {tmp_path / name} exists: choose another --run DIR, or continue it with --resume"
+            f"run {tmp_path / name} exists: choose another directory (--run-dir), or go on with it (--resume)"
             for name in ("0", "1")
         ]
 
@@ -742,7 +742,7 @@ def functional_reduce_scatters(rank: int, size: int, directory: Path) -> int:
         deadline = time.monotonic() + 20
         while monitor._exchange._done < 4 and time.monotonic() < deadline:
             time.sleep(0.05)
-        return len(monitor._collectives._waited_for)
+        return len(monitor._thread.collectives._waited_for)
 
 
 @needs_hooks

@@ -19,7 +19,9 @@ import bireme
 from bireme.errors import UserError
 from bireme.ledger import PHASES, STATES
 from bireme.model import GPT, PRESETS
+from bireme.observe import reports
 from bireme.observe.collectives import hooks_missing
+from bireme.observe.groups import LateGroups
 from bireme.observe.roll import call_the_roll, wait_for_all
 from bireme.report.summary import closure_error_ns, summarise
 from bireme.run_reader import read_run
@@ -169,8 +171,8 @@ def failing_inside(rank: int, size: int, directory: Path) -> tuple[list[float], 
         monitor = bireme.Monitor(directory, model=model, exchange_every=2)
         if rank == 1:
             reads = iter(range(20))
-            read = monitor._clock.read
-            monitor._clock.read = lambda: read() if next(reads, None) is not None else 1 / 0  # type: ignore
+            read = monitor._thread.clock.read
+            monitor._thread.clock.read = lambda: read() if next(reads, None) is not None else 1 / 0  # type: ignore
         losses = loop(model, monitor)
         monitor.close()
     return losses, said
@@ -196,6 +198,44 @@ def destroyed_in_finally(rank: int, size: int, directory: Path) -> None:
                     raise ValueError("no such batch")
     except ValueError:
         dist.destroy_process_group()
+
+
+def after_another_start(rank: int, size: int, directory: Path, store: str) -> list[float]:
+    """The monitored group is destroyed, and the loop goes on in another one."""
+    model = wrapped("ddp")
+    monitor = bireme.Monitor(directory, model=model)
+    loop(model, monitor, 3)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    return loop(wrapped("ddp"), monitor, 3)
+
+
+def test_a_loop_goes_on_in_another_process_group(ranks: Ranks, tmp_path: Path) -> None:
+    losses = ranks(2, after_another_start, tmp_path / "run", str(tmp_path / "store"))
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert len(read_run(tmp_path / "run").steps) == 3
+
+
+def different_options(rank: int, size: int, directory: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        bireme.Monitor(directory, stall_after_s=30.0 * rank)
+    return str(caught.value)
+
+
+def test_ranks_that_ask_for_different_things_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, different_options, tmp_path / "run")
+    assert first == second and "stall_after_s is 0.0 on rank 0, but 30.0 on rank 1" in first
+
+
+def test_a_late_group_that_members_find_in_different_rounds_has_one_place() -> None:
+    table = [{"id": "0", "name": "default_pg", "ranks": [0, 1]}]
+    learned: list[int] = []
+    late = LateGroups(table, lambda known: learned.append(len(known)))
+    other = {"id": "5", "name": "mine", "ranks": [0, 1]}
+    assert late.joined([], [other, other]) == [other]  # the other rank has found it first
+    late._found.append((1 << 20, other))
+    assert late.joined([other], [other]) == []
+    assert late.index_of(1 << 20) == 1 and late.found() == [] and learned == [2]
 
 
 def test_destroying_the_groups_after_an_error_is_no_finished_run(ranks: Ranks, tmp_path: Path) -> None:
@@ -261,6 +301,115 @@ def test_an_optimizer_that_never_steps_is_said(tmp_path: Path) -> None:
     assert len(said) == 1 and "the optimizer given to the Monitor never stepped" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "counted", "lines"),
+    [(torch.tensor(5), 5, 0), (5.0, 5, 0), (torch.tensor(float("nan")), 0, 1), ("x", 0, 1), (-5, 0, 1), (2.5, 0, 1)],
+)
+def test_tokens_are_a_whole_number_or_none(
+    tokens: Any, counted: int, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_said_tokens", False)
+    with heard() as said, bireme.Monitor(tmp_path / "run") as monitor:
+        for _ in range(3):
+            with monitor.step(tokens=tokens) as step:
+                step.loss(1.5, tokens=tokens)
+    run = read_run(tmp_path / "run")
+    assert [line["tokens"] for line in run.steps] == [counted] * 3
+    assert len(said) == lines and all("is no number of tokens" in each for each in said)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"metrics_port": "9400"}, "metrics_port='9400'"),
+        ({"trace_steps": 5}, "trace_steps=5"),
+        ({"facts": [1]}, "facts="),
+        ({"skip_steps": -1}, "skip_steps=-1: a whole number, at least 0"),
+        ({"exchange_every": 0}, "exchange_every=0"),
+        ({"stall_after_s": "x"}, "stall_after_s='x'"),
+        ({"abort_after_s": float("nan")}, "abort_after_s=nan"),
+        ({"phases": "auto"}, "phases='auto'"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_one_line(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        bireme.Monitor(tmp_path / "run", **options)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="the run directory is 5"):
+        bireme.Monitor(5)  # type: ignore[arg-type]
+
+
+def test_a_second_monitor_ends_the_first(tmp_path: Path) -> None:
+    model = model_of()
+    first = bireme.Monitor(tmp_path / "a", model=model)
+    loop(model, first, 3)
+    with heard() as said:
+        second = bireme.Monitor(tmp_path / "b", model=model)
+    loop(model, second, 4)
+    second.close()
+    assert [len(read_run(tmp_path / name).steps) for name in ("a", "b")] == [3, 4]
+    assert said == [f"the Monitor of {tmp_path / 'a'} is closed, since another one is made"]
+
+
+def test_a_loop_without_steps_is_said(tmp_path: Path) -> None:
+    with heard() as said, bireme.Monitor(tmp_path / "run") as monitor:
+        for _ in monitor.batches([1, 2]):
+            pass
+    assert said == ["no step was recorded: put `with monitor.step():` around each of them"]
+
+
+def test_what_is_told_inside_of_observe_nothing_is_nobodys(tmp_path: Path) -> None:
+    with bireme.Monitor(tmp_path / "run", skip_steps=0) as monitor:
+        with bireme.observe_nothing(), monitor.step(tokens=9):  # before the first step, too
+            pass
+        for _ in range(3):
+            with monitor.step(tokens=5) as step:
+                step.loss(1.0)
+                with bireme.observe_nothing(), monitor.step(tokens=7) as other:
+                    other.loss(2.0)
+                    other.skip("evaluation")
+    lines = read_run(tmp_path / "run").steps
+    assert [(line["tokens"], line["loss"], line["skipped"]) for line in lines] == [(5, 1.0, None)] * 3
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_models_are_not_counted_and_go_on(how: str, tmp_path: Path) -> None:
+    model: Any = model_of()
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model.compile(backend="eager", fullgraph=True)
+    with heard() as said:
+        monitor = bireme.Monitor(tmp_path / "run", model=model, flops_per_token="count")
+        losses = loop(model, monitor, 3)
+        monitor.close()
+    torch._dynamo.reset()
+    assert losses == loop(model_of(), None, 3)
+    assert any("FLOPs of a compiled model are not counted" in each for each in said)
+
+
+def test_a_restart_by_the_launcher_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    model = model_of()
+    monitor = bireme.Monitor(tmp_path / "run", model=model)
+    loop(model, monitor, 3)
+    monitor.close("failed", "it died")
+    with pytest.raises(UserError, match="exists"):
+        bireme.Monitor(tmp_path / "run", model=model)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monitor = bireme.Monitor(tmp_path / "run", model=model)
+    loop(model, monitor, 2)
+    monitor.close()
+    run = read_run(tmp_path / "run")
+    assert [line["step"] for line in run.earlier_steps] == [1, 2, 3]
+    assert [line["step"] for line in run.steps] == [4, 5] and run.facts["attempt"] == 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    with pytest.raises(UserError, match="exists"):
+        bireme.Monitor(tmp_path / "run", model=model)
+
+
 def test_a_monitor_before_the_process_group() -> None:
     with pytest.raises(UserError, match=r"before torch\.distributed\.init_process_group, in a job of 2 ranks"):
         call_the_roll(environ={"WORLD_SIZE": "2"})
@@ -319,7 +468,7 @@ class Ticking:
 
 def test_ranks_without_a_monitor_are_named_within_thirty_seconds() -> None:
     store, clock = dist.HashStore(), Ticking()
-    with heard() as said, pytest.raises(UserError, match=r"ranks 0, 2 made no Monitor in \d\d s"):
+    with heard() as said, pytest.raises(UserError, match=r"ranks 0, 2 made no Monitor in 3[01] s"):
         wait_for_all(store, 1, 3, timeout_s=30.0, clock=clock, sleep=clock.sleep)
     assert said[0].startswith("ranks 0, 2 have made no Monitor for 2") and len(said) == 1
 

@@ -29,7 +29,8 @@ from bireme.record import RunWriter
 from bireme.replicas import replicate
 from bireme.report.trace import trace_of
 from bireme.report.trace_clock import places
-from bireme.run_reader import TRACE_FILE, Run, read_run, read_trace
+from bireme.run_reader import TRACE_FILE, Run, read_run
+from bireme.trace_reader import read_trace
 
 if TYPE_CHECKING:
     from tests.trace_checks import check_schema, check_sums, check_tiling, sums_ns

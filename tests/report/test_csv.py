@@ -14,7 +14,7 @@ import pytest
 from bireme.errors import UserError
 from bireme.ledger import PHASES, STATES
 from bireme.record import RunWriter
-from bireme.report.csv_export import COLUMNS, csv_command, write_csv, write_rows
+from bireme.report.csv_export import COLUMNS, csv_command, write_rows
 from bireme.run_reader import Run
 
 MakeRun = Callable[..., Run]
@@ -25,7 +25,7 @@ CELLS = [f"{phase}_{state}_ms" for phase in PHASES for state in STATES]
 
 def rows_of(run: Run) -> list[dict[str, str]]:
     out = io.StringIO(newline="")
-    write_csv(run, out)
+    write_rows(run.facts, run.steps, out)
     return list(csv.DictReader(io.StringIO(out.getvalue(), newline=""), strict=True))
 
 

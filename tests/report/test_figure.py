@@ -1,6 +1,17 @@
+import os
+from pathlib import Path
+
 import pytest
 
-from bireme.report.figure import PARTS, ledger_parts_ms
+from bireme.report.figure import PARTS, ledger_parts_ms, picture
+
+
+def test_a_picture_replaces_nothing_but_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is no regular file"), picture(path, 1, 1):
+        pass
+    assert path.is_fifo() and [each.name for each in tmp_path.iterdir()] == ["picture.png"]
 
 
 def test_the_parts_of_a_bar_add_up_to_the_step() -> None:

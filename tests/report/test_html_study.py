@@ -1,6 +1,7 @@
 """The page of a study."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,13 @@ def test_runs_are_linked_where_there_is_a_page(tmp_path: Path) -> None:
     assert cells[1]["link"] is None and cells[1]["command"].endswith(" --html")
     assert (cells[2]["status"], cells[2]["reason"]) == ("failed", "it <failed>")
     assert "it &lt;failed&gt;" in render(study_page(tmp_path / "s"))
+
+
+def test_the_command_can_be_copied(tmp_path: Path) -> None:
+    results = make_study("links", tmp_path / "my study; $(x)", links="1gbit")
+    command = page_of(tmp_path / "my study; $(x)")["cells"][0]["command"]
+    run = str(tmp_path / "my study; $(x)" / results["cells"][0]["run"])
+    assert shlex.split(command) == ["bireme", "report", run, "--html"] and f"'{run}'" in command
 
 
 def test_a_link_leaves_no_study(tmp_path: Path) -> None:

@@ -138,7 +138,9 @@ def test_without_a_browser_the_page_is_there(
     monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url))
     assert run_cli(app, ["report", str(run.directory), "--html", "--open"]) == 2
     printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1 and "no browser was found" in printed.err
+    path = run.directory / "report.html"
+    assert printed.out == f"{path}\n"
+    assert printed.err == f"bireme: {path} is written, but no browser was found: open it yourself\n"
     assert opened == [(run.directory / "report.html").as_uri()] and (run.directory / "report.html").exists()
 
 

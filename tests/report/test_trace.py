@@ -16,7 +16,8 @@ from bireme.ledger import PHASES, STATES, Segment, Span, account, divide
 from bireme.record import RunWriter
 from bireme.report.trace import microseconds, trace_command
 from bireme.report.trace_layout import state_intervals
-from bireme.run_reader import read_run, read_trace
+from bireme.run_reader import read_run
+from bireme.trace_reader import read_trace
 
 if TYPE_CHECKING:
     from tests.report.made_trace import BOUND_NS, MS, STEP_NS, S, made_trace
@@ -190,6 +191,21 @@ def test_arrows_lead_from_the_last_arriver_to_every_other_member(tmp_path: Path)
     assert {(start["pid"], end["pid"]) for start, end in arrows.values()} == {(2, 0), (2, 1)}
     for start, end in arrows.values():
         assert ns(end["ts"]) - ns(start["ts"]) == pytest.approx(0, abs=100)  # rank 2 comes when the others leave
+
+
+def test_a_transfer_that_is_not_known_is_said_to_be_unmatched(tmp_path: Path) -> None:
+    made_trace(tmp_path / "run").close()
+    path = tmp_path / "run" / "trace.jsonl"
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        for span in line.get("spans", []):
+            if span[2] == "all_gather":
+                span[7] = None
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    (args, *_) = [
+        each["args"] for each in slices(exported(tmp_path / "run"), "collective") if each["name"] == "all_gather"
+    ]
+    assert args["wait_ms"] == args["transfer_ms"] == "n/a: unmatched (members disagree, or a finish was not seen)"
 
 
 def test_an_operation_whose_finish_was_not_seen_is_a_mark(tmp_path: Path) -> None:

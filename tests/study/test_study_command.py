@@ -83,6 +83,15 @@ def test_a_study_runs_each_cell_once(tmp_path: Path, nodes: FakeNodes, capsys: p
     assert [key for key in nodes.ran[5:] if "_10mbit_" in key] == nodes.ran[5:] and len(nodes.ran) == 7
 
 
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, nodes: FakeNodes) -> None:
+    links(tmp_path / "a")
+    (tmp_path / "a" / "study.png").unlink()
+    (tmp_path / "a" / "study.png").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*study\.png: Is a directory"):
+        links(tmp_path / "a")
+    assert (tmp_path / "a" / "study.json").is_file()
+
+
 def test_json_is_one_object_and_the_file(tmp_path: Path, nodes: FakeNodes, capsys: pytest.CaptureFixture[str]) -> None:
     assert links(tmp_path / "a", json=True) == 0
     printed = orjson.loads(capsys.readouterr().out)

@@ -130,7 +130,7 @@ def test_damage_is_counted_and_survived(run: Path) -> None:
     (run / "steps.jsonl").unlink()
     (run / "steps.jsonl").mkdir()
     follower.look()
-    assert "cannot read" in follower.seen.problem
+    assert follower.seen.problem == f"{run / 'steps.jsonl'} is no regular file"
 
 
 def test_a_warning_of_four_ranks_is_shown_once_with_its_ranks(run: Path) -> None:

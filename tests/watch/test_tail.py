@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bireme.errors import UserError
 from bireme.watch import tail
 from bireme.watch.tail import News, Tail
 
@@ -113,6 +114,8 @@ def test_long_lines_and_files_come_in_pieces_and_no_line_goes_on_for_ever(
     assert all_of_it()[-1] == b"last"
 
 
-def test_a_directory_or_an_unreadable_file_is_an_oserror(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
-        Tail(tmp_path).look()
+def test_what_is_no_file_is_a_usererror(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is no regular file"):
+            Tail(path).look()

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bireme.errors import UserError
+from bireme.record import RunWriter
+from bireme.watch import command as watch_program
 from bireme.watch import watch_command
 
 if TYPE_CHECKING:
-    from tests.watch.made_watched import line, verdict, writer
+    from tests.watch.made_watched import facts, line, verdict, writer
 else:
-    from made_watched import line, verdict, writer
+    from made_watched import facts, line, verdict, writer
 
 PROGRAM = (
     "import sys; from pathlib import Path; from bireme.watch import watch_command; "
@@ -106,13 +108,47 @@ def test_the_exit_code_says_how_it_ended(
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
-def test_a_killed_run_ends_the_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_ends_the_lines(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_program, "_GIVEN_UP_AFTER_S", 0.2)
     killed(run)
-    os.utime(run / "steps.jsonl", (time.time() - 100,) * 2)
     assert watch_command(run, every_s=0.05) == 1
     assert re.fullmatch(
         r"killed: the process that wrote it \(pid \d+\) is gone", capsys.readouterr().out.splitlines()[-1]
     )
+
+
+def test_a_killed_run_has_time_to_be_resumed_from_when_it_was_found_killed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed(run)
+    os.utime(run / "steps.jsonl", (time.time() - 100,) * 2)  # its last step took long
+    looks = 0
+
+    def resumed_by_a_launcher(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            again = RunWriter(run, facts(first_step=6), resume_after=5)
+            again.steps([line(6)])
+            again.finish("finished")
+            again.close()
+
+    monkeypatch.setattr(watch_program.time, "sleep", resumed_by_a_launcher)
+    assert watch_command(run, every_s=0.05) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert any(text.startswith("killed: ") for text in said) and said[-1] == "finished"
+
+
+def test_a_pipe_is_no_terminal_whatever_the_environment_says(run: Path) -> None:
+    writing = writer(run)
+    writing.finish("finished")
+    writing.close()
+    environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "TERM": "xterm-256color"}
+    watched = subprocess.run(command(run), capture_output=True, text=True, env=environment, timeout=60)
+    assert watched.returncode == 0 and watched.stderr == ""
+    assert watched.stdout.splitlines()[-1] == "finished" and "\x1b" not in watched.stdout
 
 
 def test_a_long_history_is_not_told_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

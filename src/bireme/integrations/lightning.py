@@ -71,13 +71,17 @@ class BiremeCallback(pl.Callback):
         if monitor is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if monitor.off:
+            return
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach())
         if monitor.optimizer_steps == self._seen_steps:  # gradients are accumulated
             return
         self._seen_steps = monitor.optimizer_steps
-        mean = sum(self._losses) / len(self._losses) if self._losses else None
-        monitor.end_step(self._tokens, mean, self._skip)
+        total = sum(self._losses) if self._losses else None
+        if total is not None and not pl_module.automatic_optimization:
+            total = total / len(self._losses)  # Lightning has not divided them by how many are accumulated
+        monitor.end_step(self._tokens, total, self._skip)
         self._tokens, self._losses, self._skip = 0, [], None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -125,6 +125,10 @@ class PhaseFinder:
 
 def _check(models: list[Any], given: list[Any]) -> None:
     for model in models:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UserError(
+                "model is a ScriptModule, which takes no hooks: leave it away, and what precedes backward is forward"
+            )
         if not isinstance(model, torch.nn.Module):
             raise UserError(
                 f"model is a {type(model).__name__}: the monitor hooks a torch.nn.Module, or a list of them; "
@@ -220,6 +224,7 @@ def _noted(phase: int, call: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 finder.failed(error)
 
+    noted.noted_by_bireme = True  # type: ignore[attr-defined]
     noted.__name__ = getattr(call, "__name__", "noted")
     noted.__doc__ = call.__doc__
     return noted
@@ -227,7 +232,8 @@ def _noted(phase: int, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_zero_grad(optimizer: Any) -> bool:
     """PyTorch has no hook for it: the optimizer's own method is wrapped; copies and pickles do not take that along."""
-    if "zero_grad" in vars(optimizer):
+    # A wrapper around an optimizer may pickle all that it has.
+    if "zero_grad" in vars(optimizer) or type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
         return False
     with suppress(Exception):
         optimizer.zero_grad = _noted(OPTIMIZER, optimizer.zero_grad)
@@ -237,18 +243,39 @@ def _note_zero_grad(optimizer: Any) -> bool:
 
 def _forget_zero_grad(optimizer: Any) -> None:
     with suppress(Exception):
-        del optimizer.zero_grad
+        if getattr(optimizer.zero_grad, "noted_by_bireme", False):
+            del optimizer.zero_grad
 
 
-_NEXT_BATCH = "__next__"
-_originals: tuple[Any, Any] | None = None
-_ours: tuple[Any, Any] | None = None
+class _Patch:
+    """One attribute that calls ours instead, for as long as somebody is followed."""
+
+    def __init__(self, owner: Any, name: str, phase: int):
+        self._owner, self._name, self._phase = owner, name, phase
+        self._original: Any = None
+        self._ours: Any = None
+
+    def install(self) -> None:
+        now = vars(self._owner)[self._name]
+        if self._ours is None or now is not self._ours:  # or somebody has put back what was there before
+            self._original, self._ours = now, _noted(self._phase, now)
+            setattr(self._owner, self._name, self._ours)
+
+    def uninstall(self) -> None:
+        # Where somebody has wrapped our wrapper it has to stay: without a finder it passes every call through.
+        if self._ours is not None and vars(self._owner)[self._name] is self._ours:
+            setattr(self._owner, self._name, self._original)
+            self._ours = None
+
+
+_patches = (_Patch(torch.autograd, "backward", BACKWARD), _Patch(dataloader._BaseDataLoaderIter, "__next__", INPUT))
 _watches_optimizers = False
 _first_stepped: Callable[[Any], None] | None = None
 
 
-def when_stepped_unfollowed(call: Callable[[Any], None]) -> None:
-    """`call(optimizer)` after each step on the main thread that no finder follows; it must not raise."""
+def when_stepped_unfollowed(call: Callable[[Any], None] | None) -> None:
+    """`call(optimizer)` after each step on the main thread that no finder follows (None: nobody any more); it must not
+    raise."""
     global _first_stepped
     _first_stepped = call
     _watch_optimizers()
@@ -264,24 +291,12 @@ def _watch_optimizers() -> None:
 
 
 def _install() -> None:
-    global _originals, _ours
     _watch_optimizers()
-    if _ours is not None:
-        return
-    loader: Any = dataloader._BaseDataLoaderIter
-    _originals = torch.autograd.backward, loader.__dict__[_NEXT_BATCH]
-    _ours = _noted(BACKWARD, _originals[0]), _noted(INPUT, _originals[1])
-    torch.autograd.backward = _ours[0]
-    setattr(loader, _NEXT_BATCH, _ours[1])
+    for patch in _patches:
+        patch.install()
 
 
 def _uninstall() -> None:
-    global _originals, _ours
-    if _finders or _ours is None or _originals is None:
-        return
-    loader: Any = dataloader._BaseDataLoaderIter
-    # Where somebody has wrapped our wrapper meanwhile it has to stay: without a finder it passes every call through.
-    if torch.autograd.backward is _ours[0] and loader.__dict__[_NEXT_BATCH] is _ours[1]:
-        torch.autograd.backward = _originals[0]
-        setattr(loader, _NEXT_BATCH, _originals[1])
-        _originals = _ours = None
+    if not _finders:
+        for patch in _patches:
+            patch.uninstall()

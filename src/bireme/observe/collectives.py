@@ -6,6 +6,7 @@ observing: they show every wait made from Python, and the finish of works that h
 receive on gloo).
 """
 
+import os
 import sys
 import threading
 import time
@@ -106,6 +107,10 @@ class CollectiveObserver:
         self._groups[index] = group
         self._register(index, group, None)
 
+    def drop(self, group: Any) -> None:
+        """A group that was destroyed."""
+        self._groups = {index: each for index, each in self._groups.items() if each is not group}
+
     def take(self) -> list[Span]:
         """The spans issued since the last call."""
         issued, self._issued = self._issued, []
@@ -156,6 +161,9 @@ class CollectiveObserver:
                     number = sequence
                     sequence += 1
                 if self.paused:
+                    if position is not None and number >= 0:  # for the hang watch this rank moves all the same
+                        position.issued(index, number, _NUMBER_OF[operation], num_bytes)
+                        position.finished(index, number)
                     return
                 try:
                     code = _caller(1).f_code
@@ -324,6 +332,7 @@ def _origin(code: CodeType) -> str:
 # --- waits -------------------------------------------------------------------------------------------------------
 
 _observers: dict[int, CollectiveObserver] = {}  # by training thread; of several on one thread the latest sees waits
+os.register_at_fork(after_in_child=_observers.clear)
 # What was there before ours; never forgotten: a wait may be under way at any time.
 _original_wait: Any = Work.wait
 _original_wait_tensor: Any = functional.wait_tensor

@@ -7,18 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from math import isfinite
 from typing import Any
 
 import orjson
 import torch
-import torch.distributed as dist
 
 from bireme import ledger
-from bireme.channel import Channel, PeerTimeout, new_side_group
-from bireme.ledger import LEAVE_TOGETHER, PHASES, Span
-from bireme.observe.host import HostClock, TrafficCounter, peak_rss_bytes
+from bireme.channel import Channel, PeerTimeout
+from bireme.ledger import LEAVE_TOGETHER, Span
+from bireme.observe.groups import LateGroups
+from bireme.observe.host import HostClock, TrafficCounter
 from bireme.observe.phases import Observation
+from bireme.observe.reports import assemble, memory, notable_pauses, step_report
 from bireme.observe.tracing import Tracer
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,10 @@ _LATE_FINISH_S = 2.0  # how long to wait for the finish of a collective after it
 _ALONE_S = 5.0  # that a rank waits for the others at its end without a word
 _MEANWHILE_S = 2.0  # steps are handed over at least this often, so that a reader is never far behind
 _HOST_EVERY_NS = 5_000_000_000
-NOTABLE_PAUSE_NS = 1_000_000
-_FIRST_LATE = 1 << 20  # numbers of groups that have no place in the table yet
+
+
+class _GivenUp(RuntimeError):
+    """All ranks stop together, since one of them has a problem."""
 
 
 class Exchange(threading.Thread):
@@ -53,8 +55,9 @@ class Exchange(threading.Thread):
         queue_workers: int = 2,
         traffic: TrafficCounter | None = None,
         first_step: int = 1,
-        late_groups: "LateGroups | None" = None,
+        late_groups: LateGroups | None = None,
         tracer: Tracer | None = None,
+        given_up: Callable[[], None] = lambda: None,
     ):
         super().__init__(name="bireme-exchange", daemon=True)
         self.failure: str | None = None
@@ -84,6 +87,7 @@ class Exchange(threading.Thread):
         self._carried: list[Span] = []
         self._traffic = traffic
         self._tracer = tracer
+        self._given_up = given_up  # called, in this thread, when all ranks stop because one of them cannot go on
         self._host = HostClock()
         self._host_since = self._host_wall_ns = 0
         self._cpu_ns = 0
@@ -114,10 +118,9 @@ class Exchange(threading.Thread):
 
     def give_up_on(self, problem: str) -> None:
         """Observing has failed on this rank: all ranks stop it, in the next round."""
+        log.warning("measuring stops, training goes on: %s", problem)
         self._problem = problem
         self._wake.set()
-        if not self.is_alive():
-            log.warning("measuring stops, training goes on: %s", problem)
 
     def note(self, event: dict[str, Any]) -> None:
         """An event that goes to the record with the next steps."""
@@ -155,17 +158,24 @@ class Exchange(threading.Thread):
         except PeerTimeout as error:
             # Said by whoever closes: at the end of an interrupted run this is expected.
             self.failure = str(error)
+        except _GivenUp as error:
+            self.failure = str(error)
+            self._given_up()
+            if self._problem is None and self._channel.rank == 0:  # the rank that has a problem has said so
+                self._say(f"measuring has stopped, training goes on: {error}")
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             if not self._closing:
-                message = f"measuring has stopped, training goes on: {self.failure}"
-                log.warning("%s", message)
-                if self._channel.rank == 0:  # at once: no exchange will carry it
-                    with suppress(Exception):
-                        self._deliver([], [{"event": "warning", "ranks": [0], "message": message}], [])
+                self._say(f"measuring has stopped, training goes on: {self.failure}")
         finally:
             self._queue.clear()
             self._channel.give_up = lambda: False
+
+    def _say(self, message: str) -> None:
+        log.warning("%s", message)
+        if self._channel.rank == 0:  # at once: no exchange will carry it
+            with suppress(Exception):
+                self._deliver([], [{"event": "warning", "ranks": [0], "message": message}], [])
 
     def _round(self) -> bool:
         """One exchange; True when every rank has closed."""
@@ -187,7 +197,7 @@ class Exchange(threading.Thread):
             torch.tensor([last, -last, int(closing), int(healthy), self._mean_ns, -len(found)])
         ).tolist()
         if not all_healthy:
-            raise RuntimeError(self._problem or "another rank cannot go on")
+            raise _GivenUp(self._problem or "another rank cannot go on")
         if most_found:
             self._add_groups(found)
         # The same on every rank: the next time that all hand over.
@@ -219,7 +229,7 @@ class Exchange(threading.Thread):
             if window:
                 self._mean_ns = max(1, report["wall_ns"] // len(window))
             if last:
-                report["events"].append(_memory(self._channel.rank))
+                report["events"].append(memory(self._channel.rank))
             blob = orjson.dumps(report)
         except Exception as error:  # the others are about to gather: they must not wait for this rank
             self._fail(error)
@@ -254,8 +264,7 @@ class Exchange(threading.Thread):
             (each for gathered in self._channel.all_gather(found) for each in gathered),
             key=lambda each: (each["id"], each["ranks"]),
         )
-        new = [each for index, each in enumerate(table) if each not in table[:index]]
-        self._late.joined(found, new, len(self._groups))
+        new = self._late.joined(found, table)
         for description in new:
             self._groups.append((description["ranks"], None))
             self._clocks.append(ledger.QueueClock(self._queue_workers))
@@ -374,8 +383,8 @@ class Exchange(threading.Thread):
             if self._tracer is not None:
                 self._tracer.add(observation, start_ns, end_ns, segments, spans)
             self._carried = [span for span in spans if span.transfer_ns is not None and _ends_after(span, end_ns)]
-            steps.append(_step_report(observation, account))
-            events.extend(_notable_pauses(observation, self._channel.rank))
+            steps.append(step_report(observation, account))
+            events.extend(notable_pauses(observation, self._channel.rank))
         wall_ns = sum(end_ns - start_ns for start_ns, end_ns, _ in resolved)
         if window:
             events.extend(self._taken_by_host(window, wall_ns))
@@ -396,196 +405,5 @@ class Exchange(threading.Thread):
         return report
 
 
-def _memory(rank: int) -> dict[str, Any]:
-    """The most memory that this rank has had. A process allocates on one GPU; which one, this thread does not know."""
-    on_device = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        on_device = sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
-    return {"event": "memory", "rank": rank, "peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": on_device}
-
-
 def _ends_after(span: Span, end_ns: int) -> bool:
     return span.finish_ns is not None and span.finish_ns > end_ns
-
-
-def _notable_pauses(observation: Observation, rank: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "event": "gc_pause",
-            "rank": rank,
-            "step": observation.step,
-            "phase": PHASES[phase],
-            "generation": generation,
-            "ms": round((end_ns - start_ns) / 1e6, 3),
-        }
-        for (start_ns, end_ns), generation, phase in observation.pauses
-        if end_ns - start_ns >= NOTABLE_PAUSE_NS
-    ]
-
-
-def _number(value: Any) -> float | None:
-    """A number or scalar tensor as a float; None for anything else, which is no reason to stop measuring."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _step_report(observation: Observation, account: ledger.StepLedger) -> dict[str, Any]:
-    """What one rank tells rank 0 about one step."""
-    loss = _number(observation.loss)
-    if loss is not None and observation.loss_count is not None:
-        loss *= observation.loss_count
-    # As text where JSON has no word for it: null would look like no loss.
-    total = loss if loss is None or isfinite(loss) else str(loss)
-    return {
-        "step": observation.step,
-        "skipped": observation.skipped,
-        "tokens": observation.tokens,
-        "loss": None if total is None else [total, observation.loss_count],
-        "facts": {name: _number(value) for name, value in observation.facts.items()},
-        "samples": observation.samples,
-        "forward_flops": observation.forward_flops,
-        "start_ns": account.start_ns,
-        "end_ns": account.end_ns,
-        "cells_ns": [cell for row in account.cells for cell in row],
-        "hidden_ns": account.hidden_ns,
-        "hidden_transfer_ns": account.hidden_transfer_ns,
-        "clamped_ns": account.clamped_ns,
-        "unlocated_ns": account.unlocated_ns,
-        "unmatched": account.unmatched,
-        "gc_ns": sum(end_ns - start_ns for (start_ns, end_ns), _, _ in observation.pauses),
-        "overhead_ns": observation.overhead_ns,
-        "collectives": [
-            [use.group, use.operation, use.count, use.bytes, use.transfer_ns, use.wait_ns] for use in account.uses
-        ],
-    }
-
-
-_PER_RANK = (
-    "start_ns",
-    "end_ns",
-    "cells_ns",
-    "hidden_ns",
-    "hidden_transfer_ns",
-    "clamped_ns",
-    "unlocated_ns",
-    "unmatched",
-    "gc_ns",
-    "overhead_ns",
-    "collectives",
-)
-
-
-def assemble(
-    reports: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The step records, events and sample ids of a window, from every rank's report in rank order (pure)."""
-    lines = []
-    samples = []
-    for each in zip(*(report["steps"] for report in reports), strict=True):
-        first = each[0]
-        losses = [(float(step["loss"][0]), step["loss"][1]) for step in each if step["loss"] is not None]
-        weights = [1 if count is None else count for _, count in losses]
-        loss = sum(total for total, _ in losses) / sum(weights) if losses and sum(weights) else None
-        line: dict[str, Any] = {
-            **first["facts"],  # first: what was measured is not to be overwritten
-            "step": first["step"],
-            "skipped": next((step["skipped"] for step in each if step["skipped"]), None),
-            "loss": loss if loss is None or isfinite(loss) else None,
-            "tokens": sum(step["tokens"] for step in each),
-        }
-        if loss is not None and line["loss"] is None:
-            line["loss_reason"] = str(loss)
-        flops = [step["forward_flops"] for step in each if step.get("forward_flops")]
-        if flops:
-            line["forward_flops"] = sum(flops)
-        for name in _PER_RANK:
-            line[name] = [step[name] for step in each]
-        lines.append(line)
-        shares = sorted(step["samples"] for step in each if step.get("samples") is not None)
-        if shares:
-            samples.append({"step": first["step"], "ids": [sample for _, ids in shares for sample in ids]})
-    events = [event for report in reports for event in report["events"]]
-    said: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        for message in report["warnings"]:
-            said.setdefault(message, []).append(rank)
-    events.extend({"event": "warning", "ranks": ranks, "message": message} for message, ranks in said.items())
-    return lines, events, samples
-
-
-class LateGroups:
-    """Groups that this rank became a member of after the monitor was made: the training thread adds them, under
-    numbers of its own, and the exchange gives them their places in the run's table."""
-
-    def __init__(
-        self, table: list[dict[str, Any]], learned: Callable[[list[dict[str, Any]]], None] = lambda table: None
-    ):
-        """`table` is extended; `learned` is called with it on every rank when it was."""
-        self._table = table
-        self._learned = learned
-        self._found: list[tuple[int, dict[str, Any]]] = []
-        self._places: dict[int, int] = {}
-        self._next = _FIRST_LATE
-
-    def add(self, group: Any) -> int:
-        """The number that its spans carry until it has a place."""
-        number, self._next = self._next, self._next + 1
-        self._found.append((number, described(group)))
-        return number
-
-    def found(self) -> list[dict[str, Any]]:
-        """Those that have no place yet."""
-        return [description for _, description in list(self._found)]
-
-    def joined(self, found: list[dict[str, Any]], new: list[dict[str, Any]], first: int) -> None:
-        """`new` are in the table from place `first` on; `found` of this rank are among them."""
-        for number, description in self._found[: len(found)]:
-            self._places[number] = first + new.index(description)
-        del self._found[: len(found)]
-        self._table.extend(new)
-        self._learned(self._table)
-
-    def index_of(self, group: int) -> int:
-        return self._places.get(group, group) if group >= _FIRST_LATE else group
-
-
-def described(group: Any) -> dict[str, Any]:
-    """A process group as the run's table has it; members of one group say the same."""
-    return {
-        "id": group.group_name,
-        "name": (group.group_desc or group.group_name).removeprefix("mesh_"),  # a device mesh's "mesh_shard"
-        "ranks": dist.get_process_group_ranks(group),
-    }
-
-
-def side_groups(
-    channel: Channel, groups: list[Any]
-) -> tuple[list[dict[str, Any]], list[tuple[list[int], Any]], dict[int, Any]]:
-    """The run's table of observed groups, the side group of each, and which of them this rank's `groups` are.
-
-    Collective: every rank calls it, each with the groups that it is a member of. Groups are told apart by their name
-    and members; the table is sorted, so it is the same on every rank.
-    """
-    mine = [described(group) for group in groups]
-    table: list[dict[str, Any]] = []
-    for description in sorted(
-        (each for gathered in channel.all_gather(mine) for each in gathered),
-        key=lambda each: (each["id"], each["ranks"]),
-    ):
-        if description not in table:
-            table.append(description)
-    by_members: dict[tuple[int, ...], Any] = {tuple(range(channel.size)): channel.group}
-    for description in table:
-        members = tuple(description["ranks"])
-        if members not in by_members:
-            by_members[members] = new_side_group(list(members)) if len(members) > 1 else None
-    indices = {
-        index: group
-        for index, description in enumerate(table)
-        for group, own in zip(groups, mine, strict=True)
-        if own == description
-    }
-    sides = [(description["ranks"], by_members[tuple(description["ranks"])]) for description in table]
-    return table, sides, indices

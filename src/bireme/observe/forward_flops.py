@@ -17,6 +17,12 @@ class ForwardFlops:
 
     def __init__(self, models: Sequence[torch.nn.Module]):
         self._counted = 0
+        self._failed = False
+        if any(hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) for model in models):
+            # Under a counter compiled code runs as if it were not, or fails.
+            log.warning("FLOPs of a compiled model are not counted: give flops_per_token as a number")
+            models = []
+            self._failed = True
         self._open: list[_Counter | None] = []
         self._handles = [
             handle
@@ -27,11 +33,15 @@ class ForwardFlops:
             )
         ]
 
+    def begin(self) -> None:
+        """The first step begins: what was counted before is not of it."""
+        self._counted = 0
+
     def take(self) -> int | None:
         """The FLOPs since the start; nothing is counted any more."""
         for handle in self._handles:
             handle.remove()
-        if not self._counted:
+        if not self._counted and not self._failed:
             log.warning("the FLOPs of the first step could not be counted: MFU is n/a")
         return self._counted or None
 
@@ -40,8 +50,12 @@ class ForwardFlops:
             return
         mode = None
         if torch.is_grad_enabled() and not any(self._open):
-            mode = _Counter()
-            mode.__enter__()
+            try:
+                mode = _Counter()
+                mode.__enter__()
+            except Exception:
+                log.debug("no FLOPs are counted", exc_info=True)
+                mode = None
         self._open.append(mode)
 
     def _end(self, _module: Any, _inputs: Any, _output: Any) -> None:

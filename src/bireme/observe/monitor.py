@@ -1,16 +1,12 @@
 """The Monitor: follows a training loop and leaves a run directory with the ledger of every rank and step."""
 
 import atexit
-import itertools
 import logging
 import os
-import statistics
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
@@ -18,26 +14,25 @@ import torch
 
 from bireme.channel import COLLECTIVE_TIMEOUT_S, Channel
 from bireme.errors import SharedError, UserError, nearest
-from bireme.ledger import PHASES, Segment
+from bireme.ledger import PHASES
 from bireme.observe import leaving, nothing
-from bireme.observe.automatic import PhaseFinder
-from bireme.observe.collectives import OPERATION_NAMES, CollectiveObserver, hooks_missing, process_groups
-from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
-from bireme.observe.exchange import Exchange, LateGroups, side_groups
-from bireme.observe.forward_flops import ForwardFlops
-from bireme.observe.garbage import GarbageObserver
+from bireme.observe.collectives import OPERATION_NAMES, hooks_missing
+from bireme.observe.device import DeviceClock
+from bireme.observe.exchange import Exchange
+from bireme.observe.groups import LateGroups, side_groups
 from bireme.observe.host import traffic_counter
+from bireme.observe.options import check_options, path_of, restarted_after
 from bireme.observe.own_facts import FlopsPerToken, device_of, given_flops, own_facts
-from bireme.observe.phases import OTHER, Observation, Phase, PhaseTracker
-from bireme.observe.position import Position
+from bireme.observe.phases import OTHER, Observation, Phase
 from bireme.observe.recorder import Listener, Recorder
 from bireme.observe.roll import call_the_roll
 from bireme.observe.step import Step
-from bireme.observe.thread import ThreadClock
 from bireme.observe.trace_steps import check_amount, parse_steps
 from bireme.observe.tracing import Tracer
+from bireme.observe.training_thread import TrainingThread, groups_to_observe
 from bireme.observe.watch import HangWatch
 from bireme.record import utc_now
+from bireme.text import one_line
 from bireme.world import introduce
 
 if TYPE_CHECKING:
@@ -48,6 +43,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CLOSE_WITHIN_S = 60.0
 _AT_EXIT_S = 5.0
+_THE_SAME = ("phases", "exchange_every", "first_step", "resume", "stall_after_s", "abort_after_s", "trace_steps")
 _NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
@@ -108,48 +104,50 @@ class Monitor:
         trace_steps: str = "",
         meet_within_s: float = COLLECTIVE_TIMEOUT_S,
     ):
+        asked = {name: value for name, value in locals().items() if name != "self"}
         models, optimizers = _several(model), _several(optimizer)
+        if phases == "automatic":
+            nothing.end_others()
         if channel is None:
-            call_the_roll(meet_within_s)
-        self.directory = Path(directory)
+            call_the_roll(meet_within_s if isinstance(meet_within_s, int | float) else COLLECTIVE_TIMEOUT_S)
         self._own_channel = channel is None
         self._channel = channel or Channel()
-        self._step = self._first_step = first_step
-        self._optimizers = bool(optimizers)
-        self._skip_upto = self._step - 1 + skip_steps
         self._off = self._closed = False
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may close while the loop does
         self._in_step = False
-        self._excluded: list[int] = []
         self._said: set[str] = set()
         self._process = os.getpid()
         self._metrics: MetricsServer | None = None
-        self._finder: PhaseFinder | None = None
-        self._flops: ForwardFlops | None = None
-        device = device or device_of([each for each in models if isinstance(each, torch.nn.Module)]).type
-
-        self._clock: ThreadClock | DeviceClock = DeviceClock() if device == "cuda" else ThreadClock()
-        self._tracker = PhaseTracker(self._clock, self._entered, self._turn_off)
-        self._position: Position | None = None
-        self._together(lambda: self._find_phases(phases, models, optimizers, flops_per_token == "count"))
-        observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
-        self._known_groups = {id(group): group for group in observed}
+        used = device_of(models, optimizers) if device is None else torch.device(device)
+        self._thread = TrainingThread(used.type, self._turn_off)
+        self._together(lambda: check_options(asked))
+        self.directory = self._together(lambda: path_of(directory))
+        self._channel.agree({name: asked[name] for name in _THE_SAME})
+        if self._own_channel and not resume:
+            last_step = restarted_after(self._channel, self.directory)
+            if last_step is not None:
+                first_step, resume = last_step + 1, True
+        self._step = self._first_step = first_step
+        self._optimizers = bool(optimizers)
+        self._skip_upto = self._step - 1 + skip_steps
+        count_flops = flops_per_token == "count"
+        self._together(lambda: self._thread.find_phases(phases, models, optimizers, count_flops))
+        observed = groups_to_observe(self._channel.distributed)
         table, sides, mine = side_groups(self._channel, observed)
         missing = {
             "collectives": hooks_missing() if self._channel.distributed else None,
-            "run_delay": self._clock.missing,
+            "run_delay": self._thread.clock.missing,
         }
         # Always: every rank makes the same calls, whatever facts it was given.
-        used = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         ranks, nodes = introduce(self._channel, device=used)
+        flops = self._together(lambda: given_flops(models, flops_per_token, sequence_length))
+        known = own_facts(self._channel, models, flops, used)
         self.missing = {what: why for what, why in missing.items() if why}
-        if facts is None:
-            flops = self._together(lambda: given_flops(models, flops_per_token, sequence_length))
-            facts = own_facts(self._channel, models, flops, torch.device(device))
         facts = {
             "ranks": ranks,
             "nodes": nodes,
-            **facts,
+            **known,
+            **(facts or {}),
             "world_size": self._channel.size,
             "groups": _groups_of(table),
             "missing": self.missing,
@@ -174,31 +172,23 @@ class Monitor:
                 on_event=lambda event: self._deliver([], [{"event": "hang", "time_utc": utc_now(), **event}], []),
                 on_abort=lambda reason: self.close("failed", reason, within_s=3.0),
             )
-        self._position = self._watch.position if self._watch is not None else None
-        self._phases = {name: Phase(self._tracker, index) for index, name in enumerate(PHASES)}
-        self._pauses: list[tuple[tuple[int, int], int, int]] = []
-        self._mark_ns = self._cost_of_a_mark()
-        resolve = _resolve_thread
-        if isinstance(self._clock, DeviceClock):
-            self._collectives: CollectiveObserver = DeviceCollectiveObserver(mine, self._position)
-            self._clock.observer = self._collectives
-            resolve = self._clock.resolve
-        else:
-            self._collectives = CollectiveObserver(mine, self._position)
-        self._garbage = GarbageObserver(self._paused)
-        self._late = LateGroups(table, lambda table: self._learned(groups=_groups_of(table)))
+        position = self._watch.position if self._watch is not None else None
+        late = LateGroups(table, lambda table: self._learned(groups=_groups_of(table)))
+        self._thread.observe(mine, late if observed else None, position)
+        self._phases = {name: Phase(self._thread.tracker, index) for index, name in enumerate(PHASES)}
         self._exchange = Exchange(
             self._channel,
             sides,
             exchange_every,
-            resolve,
+            self._thread.resolve,
             self._deliver,
             warnings,
-            queue_workers=1 if device == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
+            queue_workers=1 if used.type == "cuda" else 2,  # NCCL has one queue, gloo two worker threads
             traffic=traffic_counter(facts["ranks"], self._channel.rank),
             first_step=self._step,
-            late_groups=self._late,
+            late_groups=late,
             tracer=Tracer(self._channel, steps, self._record_trace) if steps else None,
+            given_up=self._stop_watching,
         )
         for why in self.missing.values():
             log.warning("%s", why)
@@ -213,7 +203,8 @@ class Monitor:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterates over `loader`; the time that it takes to give the next batch is `input`."""
         try:
-            iterator = iter(loader)
+            with self.phase("input"):  # a loader starts its workers here
+                iterator = iter(loader)
         except TypeError:
             kind = type(loader).__name__
             raise UserError(f"monitor.batches({kind}): give what a for loop takes, such as a DataLoader") from None
@@ -233,20 +224,19 @@ class Monitor:
         is looked for inside it."""
         if name not in self._phases:
             raise UserError(f"unknown phase {name!r}{nearest(name, PHASES)}: the phases are {', '.join(PHASES)}")
-        if self._off:
+        if self._off or self._thread.excluded:
             return _NO_PHASE
-        if not self._tracker.started:
+        if not self._thread.tracker.started:
             self._begin()
         return self._phases[name]
 
     def step(self, tokens: int = 0) -> Step:
         """A `with` block whose end is the end of a step. `tokens`: this rank's distinct tokens in it, 0: not known."""
-        if self._off:
-            return Step(self, Observation(0, []))
-        if not self._tracker.started:
+        if self._off or self._thread.excluded or self._in_step:
+            return Step(self, Observation(0, []))  # what it is told is nobody's
+        if not self._thread.tracker.started:
             self._begin()
-        if not self._in_step:
-            self._observation.tokens = tokens
+        self._observation.tokens = tokens
         return Step(self, self._observation)
 
     def end_step(
@@ -266,19 +256,25 @@ class Monitor:
 
     def was(self, phase: str) -> None:
         """What ran since the last boundary of phases was this phase, as a callback tells after the fact."""
-        if not self._off and self._tracker.started and not self._tracker.marked and self._tracker.phase == OTHER:
-            self._tracker.rename(PHASES.index(phase))
-            self._tracker.enter(OTHER)
+        tracker = self._thread.tracker
+        if not self._off and tracker.started and not tracker.marked and tracker.phase == OTHER:
+            tracker.rename(PHASES.index(phase))
+            tracker.enter(OTHER)
 
     @property
     def optimizer_steps(self) -> int:
-        """How many steps of optimizers were seen so far."""
-        return self._finder.optimizer_steps if self._finder is not None else 0
+        """How many steps of optimizers were seen so far; none more once `off`."""
+        return self._thread.finder.optimizer_steps if self._thread.finder is not None else 0
 
     def on_optimizer_step(self, stepped: Callable[[Any], None]) -> None:
         """`stepped(optimizer)` is called after each of them."""
-        if self._finder is not None:
-            self._finder.stepped = stepped
+        if self._thread.finder is not None:
+            self._thread.finder.stepped = stepped
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is observed any more: it was closed, or an error in here has ended it."""
+        return self._off
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Adds an event to the run (rank 0; ignored on other ranks)."""
@@ -291,8 +287,8 @@ class Monitor:
 
     def alive(self) -> None:
         """Something long inside one phase goes on: nobody takes this rank for stuck (docs/hangs.md)."""
-        if self._position is not None:
-            self._position.alive()
+        if self._watch is not None:
+            self._watch.position.alive()
 
     def failing(self, error: BaseException) -> None:
         """Tells the other ranks why this one is about to end, before it has written all that it has to write."""
@@ -315,32 +311,28 @@ class Monitor:
         if self._recorder is not None:
             self._recorder.sync()
 
+    def replaced(self) -> None:
+        """Another Monitor is made on this thread: this one's loop is over."""
+        if self._thread.finder is not None and not self._closed:
+            log.warning("the Monitor of %s is closed, since another one is made", self.directory)
+            self.close()
+
     def exclude(self) -> None:
         """`bireme.observe_nothing()` begins."""
-        if not self._off and self._tracker.started:
-            self._tracker.marked += 1
-            self._excluded.append(self._tracker.enter(OTHER))
-            self._collectives.paused = True
+        self._thread.exclude(not self._off)
 
     def include(self) -> None:
         """It ends."""
-        if self._excluded:
-            self._tracker.marked -= 1
-            before = self._excluded.pop()
-            if not self._off:
-                self._tracker.enter(before)
-            self._collectives.paused = bool(self._excluded)
+        self._thread.include(not self._off)
 
     def _begin(self) -> None:
         """The first step begins now: what was issued before it belongs to no step."""
-        self._collectives.take()
-        self._pauses.clear()
         self._exchange.begin()
-        self._tracker.enter(OTHER)
+        self._thread.begin()
 
     def _begin_step(self) -> bool:
         """Whether the step counts."""
-        if self._off or self._excluded:
+        if self._off or self._thread.excluded:
             return False
         if self._in_step:
             self._say_once("a step begins inside another: the inner one does not count; end a step before the next")
@@ -360,22 +352,9 @@ class Monitor:
         observation = self._observation
         if self._step <= self._skip_upto:
             observation.skipped = "warm-up"
-        if self._flops is not None:
-            observation.forward_flops = self._flops.take()
-            self._flops = None
-        observation.boundaries, observation.end = self._tracker.cut()
-        observation.spans = self._collectives.take()
-        observation.pauses, self._pauses = self._pauses, []
-        observation.overhead_ns = self._collectives.overhead_ns + self._tracker.marks * self._mark_ns
-        self._collectives.overhead_ns = self._tracker.marks = 0
+        self._thread.cut(observation)
         self._step += 1
-        self._collectives.step = self._step
-        if self._finder is not None:
-            self._finder.cut()
-        if self._position is not None:
-            self._position.begin_step(self._step)
         self._observation = Observation(self._step, [])
-        self._look_for_groups()
         self._exchange.submit(observation)
 
     # --- the end ---
@@ -391,32 +370,35 @@ class Monitor:
         atexit.unregister(self._at_exit)
         if self._watch is not None:
             self._watch.ended("left" if status == "finished" else "interrupted")
-        self._stop_looking()
-        self._collectives.close()
-        self._garbage.close()
+        self._stop_listening()
+        self._thread.stop_observing()
+        if self._thread.tracker.started and self._step == self._first_step and status == "finished":
+            log.warning("no step was recorded: put `with monitor.step():` around each of them")
         if self._optimizers and self._step > self._first_step and not self.optimizer_steps:
             log.warning("the optimizer given to the Monitor never stepped: its phase holds nothing")
-        if self._collectives.failure:
-            log.warning("collectives were not all observed: %s", self._collectives.failure)
-        complete = self._exchange.finish(within_s)
-        if not complete and status == "finished":
-            reason = f"the last steps are not in the record: {self._exchange.failure or 'no answer in time'}"
-            log.warning("%s", reason)
-        elif self._exchange.unshared_steps and status == "finished":
-            reason = f"{self._exchange.unshared_steps} more steps of some ranks are not in the record: others had ended"
-            log.warning("%s", reason)
-        if self._recorder is not None:
-            self._recorder.close(status, reason)
-        if self._metrics is not None:
-            self._metrics.close()
-        self._clock.close()
-        if self._watch is not None:
-            self._watch.close()
-        # A group that outlives the interpreter's end aborts the process: whoever made it decides when it ends.
-        self._known_groups.clear()
-        self._exchange.release()
-        if self._own_channel:
-            self._channel.group = None
+        if self._thread.collectives.failure:
+            log.warning("collectives were not all observed: %s", self._thread.collectives.failure)
+        ended = False
+        try:
+            complete = self._exchange.finish(within_s)
+            ended = True
+            if not complete and status == "finished":
+                reason = f"the last steps are not in the record: {self._exchange.failure or 'no answer in time'}"
+                log.log(logging.WARNING if self._exchange.failure is None else logging.DEBUG, "%s", reason)
+            elif self._exchange.unshared_steps and status == "finished":
+                more = self._exchange.unshared_steps
+                reason = f"{more} more steps of some ranks are not in the record: others had ended"
+                log.warning("%s", reason)
+        finally:  # also of somebody who does not wait for the others any longer
+            if self._recorder is not None:
+                self._recorder.close(status if ended else "interrupted", reason)
+            if self._metrics is not None:
+                self._metrics.close()
+            self._thread.close()
+            self._stop_watching()
+            self._exchange.release()
+            if self._own_channel:
+                self._channel.group = None
 
     def _at_exit(self) -> None:
         """A loop that never closed its monitor keeps its record, and its process ends as if there were none."""
@@ -448,6 +430,7 @@ class Monitor:
             self.close("failed", f"{kind.__name__}: {error}", within_s=3.0)
 
     # --- inside ---
+
     def _together(self, action: Callable[[], _T]) -> _T:
         """What is wrong on one rank is raised on every rank: nobody waits for one that has given up."""
         answer: Any = None
@@ -456,23 +439,15 @@ class Monitor:
             answer = action()
         except UserError as error:
             problem = str(error)
+        except Exception as error:  # the others wait for an answer
+            problem = f"the Monitor cannot be made: {type(error).__name__}: {one_line(error)}"
         try:
             self._channel.raise_together(problem)
         except UserError:
-            self._stop_looking()
-            self._clock.close()
+            self._thread.stop_looking()
+            self._thread.close()
             raise
         return cast("_T", answer)
-
-    def _find_phases(self, how: str, models: list[Any], optimizers: list[Any], count_flops: bool) -> None:
-        if how == "automatic":
-            self._finder = PhaseFinder(self._tracker, models, optimizers, self._turn_off)
-        elif how != "explicit":
-            raise UserError(f'phases={how!r}: "automatic" or "explicit"')
-        if count_flops:
-            if not models:
-                raise UserError('flops_per_token="count" needs the model: Monitor(..., model=model)')
-            self._flops = ForwardFlops(models)
 
     def _open_run(
         self, facts: dict[str, Any], resume_after: int | None, on_steps: Listener | None, port: int | None, address: str
@@ -493,12 +468,14 @@ class Monitor:
                 problem = str(error)
             except OSError as error:
                 problem = f"cannot write the run directory {self.directory}: {error.strerror or error}"
+            except Exception as error:  # the others wait for an answer
+                problem = f"the Monitor cannot be made: {type(error).__name__}: {one_line(error)}"
         problem = self._channel.all_gather(problem)[0]
         if problem:
             if self._metrics is not None:
                 self._metrics.close()
-            self._stop_looking()
-            self._clock.close()
+            self._thread.stop_looking()
+            self._thread.close()
             raise SharedError(problem)
 
     def _deliver(
@@ -510,7 +487,7 @@ class Monitor:
     def _steps_to_trace(self, text: str) -> list[int]:
         steps = parse_steps(text)
         check_amount(steps, self._channel.size)
-        if steps and isinstance(self._clock, DeviceClock):
+        if steps and isinstance(self._thread.clock, DeviceClock):
             log.warning("no steps are traced on a GPU: the clocks of its streams are not aligned")
             return []
         return steps
@@ -523,18 +500,6 @@ class Monitor:
         if self._recorder is not None:
             self._recorder.learned(**facts)
 
-    def _look_for_groups(self) -> None:
-        """Groups that were made since the last step are observed from the next one on."""
-        if self._channel.distributed and hooks_missing() is None:
-            for group in process_groups():
-                if id(group) not in self._known_groups:
-                    self._known_groups[id(group)] = group
-                    self._collectives.add(self._late.add(group), group)
-
-    def _entered(self, phase: int) -> None:
-        if self._position is not None:
-            self._position.enter(phase)
-
     def _turn_off(self, error: BaseException) -> None:
         """An error in here is no reason to stop training: all ranks stop observing, and it is said once."""
         if self._off:
@@ -542,35 +507,24 @@ class Monitor:
         self._off = True
         log.debug("the monitor fails", exc_info=error)
         with suppress(Exception):
-            self._stop_looking()
-            self._collectives.paused = True
+            self._stop_listening()
+            self._thread.turn_off()
             self._exchange.give_up_on(f"rank {self._channel.rank}: {type(error).__name__}: {error}")
+            self._stop_watching()  # the others do so as soon as they hear of it
 
-    def _stop_looking(self) -> None:
-        """Hooks are taken off again."""
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _stop_listening(self) -> None:
+        """Neither to regions that are left alone nor to the end of the process groups."""
         nothing.unfollow(self)
         leaving.forget(self._end)
-        if self._finder is not None:
-            self._finder.close()
-        if self._flops is not None:
-            self._flops.take()
-            self._flops = None
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             log.warning("%s", message)
-
-    def _paused(self, start_ns: int, end_ns: int, generation: int) -> None:
-        self._pauses.append(((start_ns, end_ns), generation, self._tracker.phase))
-
-    def _cost_of_a_mark(self) -> int:
-        costs = []
-        for _ in range(50):
-            start_ns = time.perf_counter_ns()
-            self._clock.read()
-            costs.append(time.perf_counter_ns() - start_ns)
-        return int(statistics.median(costs))
 
 
 def _several(given: Any) -> list[Any]:
@@ -580,12 +534,3 @@ def _several(given: Any) -> list[Any]:
 
 def _groups_of(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"name": each["name"], "ranks": each["ranks"]} for each in table]
-
-
-def _resolve_thread(observation: Observation) -> tuple[int, int, list[Segment]]:
-    """Start, end and segments of a step from the thread's clock readings."""
-    marks = [*observation.boundaries, (0, observation.end)]
-    segments = [
-        Segment(phase, a[0], b[0], b[1] - a[1], b[2] - a[2]) for (phase, a), (_, b) in itertools.pairwise(marks)
-    ]
-    return marks[0][1][0], observation.end[0], segments

@@ -1,5 +1,6 @@
 """`observe_nothing`: a region of the loop that monitors leave alone."""
 
+import os
 import threading
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -11,14 +12,22 @@ class Excludes(Protocol):
 
     def exclude(self) -> None: ...
     def include(self) -> None: ...
+    def replaced(self) -> None: ...
 
 
 _monitors: dict[int, list[Excludes]] = {}  # by thread
+os.register_at_fork(after_in_child=_monitors.clear)
 
 
 def follow(monitor: Excludes) -> None:
     """The monitor is told of regions of the calling thread from now on."""
     _monitors.setdefault(threading.get_ident(), []).append(monitor)
+
+
+def end_others() -> None:
+    """Another monitor is about to follow the calling thread: one that was never closed has nothing left to see."""
+    for monitor in list(_monitors.get(threading.get_ident(), ())):
+        monitor.replaced()
 
 
 def unfollow(monitor: Excludes) -> None:

@@ -29,11 +29,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def device_of(models: Sequence[Any]) -> torch.device:
-    """Where the first model's parameters are."""
+def device_of(models: Sequence[Any], optimizers: Sequence[Any]) -> torch.device:
+    """Where the first model's, or optimizer's, parameters are."""
     for model in models:
-        for parameter in model.parameters():
-            return torch.device(parameter.device)
+        if isinstance(model, torch.nn.Module):
+            for parameter in model.parameters():
+                return torch.device(parameter.device)
+    for optimizer in optimizers:
+        for group in getattr(optimizer, "param_groups", None) or []:
+            for parameter in group["params"]:
+                return torch.device(parameter.device)
     return torch.device("cpu")
 
 

@@ -70,14 +70,15 @@ def wait_for_all(
         poll_s = min(1.5 * poll_s, _SLOWEST_POLL_S)
         here = store.add(prefix, 0)
         now = clock()
-        if here >= size or now < say_at:
+        late = now - began > timeout_s
+        if here >= size or not (late or now >= say_at):
             continue
         say_at = now + _SAY_AGAIN_S
         absent = [other for other in range(size) if not store.check([f"{prefix}/{other}"])]
         if not absent:
             continue
         who, seconds = name_ranks(absent), now - began
-        if seconds > timeout_s:
+        if late:
             if _decided(store, prefix, _STOP) == _GO:
                 return
             raise UserError(f"{who} made no Monitor in {seconds:.0f} s: every rank has to, at the same place")

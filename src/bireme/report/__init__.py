@@ -21,6 +21,8 @@ def report_command(
     """
     if not 1 <= len(paths) <= 2:
         raise UserError(f"bireme report takes one run directory, or two to compare, not {len(paths)}")
+    if as_json and sys.stdout is None:
+        raise UserError("standard output is closed: there is nowhere to print the report")
     if html:
         if as_json:
             raise UserError("--json and --html are two reports: ask for one at a time")

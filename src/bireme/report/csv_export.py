@@ -4,18 +4,18 @@ import csv
 import io
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
 
 from bireme.errors import UserError
-from bireme.files import written_whole
-from bireme.ledger import PHASES, STATES
-from bireme.run_reader import RUN_FILE, STEPS_FILE, Run, earlier_run_file, is_number, is_step, read_facts
+from bireme.files import open_regular, written_whole
+from bireme.ledger import PHASES, STATES, unobserved_states
+from bireme.run_reader import RUN_FILE, STEPS_FILE, earlier_run_file, is_number, is_step, number_of, read_facts
 from bireme.text import count
 
-_NEEDS = {"transfer": "collectives", "wait": "collectives", "runnable": "run_delay"}  # what a state is seen by
 _NOT_FINITE = ("nan", "inf", "-inf")
 _OWN_COLUMNS = ("step", "skipped", "rank", "node", "local_rank", "wall_ms", "loss_global", "tokens_global")
 _LAST_COLUMNS = ("hidden_ms", "hidden_transfer_ms", "gc_ms", "overhead_training_thread_ms", "overhead_background_ms")
@@ -29,11 +29,11 @@ def csv_command(run: Path, out: Path | None) -> None:
 
     Raises UserError for what is no run or has no step, and for a file that cannot be written.
     """
-    facts = read_facts(run)
-    attempt = facts.get("attempt")
-    earlier = range(attempt - 1, 0, -1) if type(attempt) is int else ()
-    for number in (None, *earlier):  # resumed, and no step made since: the attempt before
-        facts = facts if number is None else read_facts(run, earlier_run_file(number))
+    if out is None and sys.stdout is None:
+        raise UserError("standard output is closed: name the file to write with --out FILE")
+    earlier = map(earlier_run_file, range(number_of(read_facts(run), "attempt") - 1, 0, -1))
+    for name in chain([RUN_FILE], earlier):  # resumed, and no step made since: the attempt before
+        facts = read_facts(run, name)
         steps = _Steps(run, facts)
         first = next(steps, None)
         if first is not None:
@@ -46,13 +46,9 @@ def csv_command(run: Path, out: Path | None) -> None:
         print(f"bireme: {count(steps.damaged, 'damaged line')} of {run / STEPS_FILE} left out", file=sys.stderr)
 
 
-def write_csv(run: Run, out: TextIO) -> None:
-    """Write the ledger of a run that was read. Open a file for it with `newline=""`."""
-    write_rows(run.facts, run.steps, out)
-
-
 def write_rows(facts: dict[str, Any], steps: Iterable[dict[str, Any]], out: TextIO) -> None:
-    """Write the header, and a row for each rank of each of `steps` (lines of steps.jsonl that were checked)."""
+    """Write the header, and a row for each rank of each of `steps` (lines of steps.jsonl that were checked). Open a
+    file for it with `newline=""`."""
     writer = csv.writer(out)  # RFC 4180
     writer.writerow(COLUMNS)
     node_of = {rank: node["name"] for node in facts["nodes"] for rank in node["ranks"]}
@@ -63,7 +59,7 @@ def write_rows(facts: dict[str, Any], steps: Iterable[dict[str, Any]], out: Text
     }
     names = [(_text(node_of[rank]), local_rank_of.get(rank, "")) for rank in range(facts["world_size"])]
     missing = facts.get("missing") or {}
-    unseen = [index for index, state in enumerate(STATES) if _NEEDS.get(state) in missing]
+    unseen = [STATES.index(state) for state in unobserved_states(missing)]
     cells_unseen = [phase * len(STATES) + state for phase in range(len(PHASES)) for state in unseen]
     no_collectives = "collectives" in missing
     for step in steps:
@@ -105,7 +101,7 @@ class _Steps(Iterator[dict[str, Any]]):
         resumed = type(facts.get("attempt")) is int and facts["attempt"] > 1
         self._first_step = facts["first_step"] if resumed and type(facts.get("first_step")) is int else None
         try:
-            self._file = (run / STEPS_FILE).open("rb")
+            self._file = open_regular(run / STEPS_FILE)
         except FileNotFoundError:
             raise UserError(f"{run} has no {STEPS_FILE} beside its {RUN_FILE}: is it still being copied?") from None
         except OSError as error:

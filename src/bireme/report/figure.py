@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bireme.files import written_whole
 from bireme.report.colours import COMPUTE, CONTENTION, OTHER, TRANSFER, WAIT
 
 if TYPE_CHECKING:
@@ -34,13 +35,9 @@ def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
         figure = Figure(figsize=(width, height), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
         FigureCanvasAgg(figure)
         yield figure
-        temporary = path.with_name(f".{path.name}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            figure.savefig(temporary, format="png")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(path) as file:
+            figure.savefig(file, format="png")
 
 
 def plain(name: str) -> str:

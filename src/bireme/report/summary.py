@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from bireme.errors import UserError
-from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT
+from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, unobserved_states
 from bireme.links import LinkTable
 from bireme.report.resources import link_traffic, memory_numbers
 from bireme.report.sums import (
@@ -218,8 +218,7 @@ def _mfu(run: Run, tokens_per_s: float | None, no_tokens: str | None) -> dict[st
 
 def _ledger(run: Run, per_rank: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
     """`ledger_ms`: the mean of every cell over the measured steps that the rank recorded."""
-    needs = {"transfer": "collectives", "wait": "collectives", "runnable": "run_delay"}
-    unknown = {state for state, capability in needs.items() if capability in run.missing}
+    unknown = unobserved_states(run.missing)
     reasons = [
         f"{name} not observed: {run.missing[name]}" for name in ("collectives", "run_delay") if name in run.missing
     ]

@@ -3,7 +3,7 @@
 Of a thousand ranks and steps that is a billion additions: arrays make them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bireme.ledger import PHASES, STATES, bus_bandwidth_factor
@@ -20,7 +20,7 @@ Step = dict[str, Any]
 _SAFE = 1 << 40  # nanoseconds are 18 minutes; four million of them fit 62 bits
 
 
-def present_ranks(step: Step) -> list[int]:
+def present_ranks(step: Mapping[str, Any]) -> list[int]:
     """The ranks that recorded this step."""
     return [rank for rank, start_ns in enumerate(step["start_ns"]) if start_ns is not None]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bireme.environment import UNSHAPED
-from bireme.ledger import PHASES, STATES
+from bireme.ledger import PHASES, STATES, own_states
 from bireme.report.colours import STATE_COLOURS
 from bireme.report.verdicts import verdict_lines
 from bireme.run_reader import Run
@@ -120,11 +120,9 @@ def what_ran(summary: dict[str, Any], run: Run) -> str:
 
 
 def self_time_ms(ledger: _Ledger) -> float:
-    """The rank's own part of the step: without what it was exposed to others (transfer and wait). Where collectives
-    were not observed, `blocked` holds the waiting for others too and does not count."""
-    known = all(cells["wait"] is not None for cells in ledger.values())
-    own = ("running", "runnable", "blocked") if known else ("running", "runnable")
-    return sum(cells[state] or 0.0 for cells in ledger.values() for state in own)
+    """The rank's own part of the step (`own_states`)."""
+    own = own_states(all(cells["wait"] is not None for cells in ledger.values()))
+    return sum(cells[STATES[state]] or 0.0 for cells in ledger.values() for state in own)
 
 
 def mean_ledger(ledgers: Sequence[_Ledger]) -> _Ledger:

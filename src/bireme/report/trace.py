@@ -9,12 +9,12 @@ from typing import IO, Any
 import orjson
 
 from bireme.errors import UserError
-from bireme.files import written_whole
+from bireme.files import not_a_link, written_whole
 from bireme.observe.trace_steps import parse_steps, stretches
 from bireme.report.trace_clock import Key, Place, places
 from bireme.report.trace_layout import Event, events_of
-from bireme.run_reader import Trace, read_trace
 from bireme.text import count
+from bireme.trace_reader import Trace, read_trace
 
 OUT_FILE = "trace.json"
 _ORDER = {"M": 0, "X": 1, "i": 2, "s": 3, "f": 4}  # of events at the same time: an arrow needs its slices first
@@ -30,7 +30,7 @@ def trace_command(run: Path, steps: str | None, out: Path | None) -> Path:
     wanted = None if steps is None else parse_steps(steps, "--steps")
     trace = read_trace(run)
     content = trace_of(trace, wanted)
-    path = out if out is not None else run / OUT_FILE
+    path = out if out is not None else not_a_link(run / OUT_FILE)
     try:
         with written_whole(path) as file:
             _write(file, content, path.suffix == ".gz")

@@ -10,7 +10,7 @@ from math import ceil
 
 from bireme.observe.clocks import SAME_CLOCK, ClockLine, Reading, fit
 from bireme.observe.trace_steps import stretches
-from bireme.run_reader import Trace, TracedStep
+from bireme.trace_reader import Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True)

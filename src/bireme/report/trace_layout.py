@@ -25,8 +25,8 @@ from bireme.ledger import (
     length,
 )
 from bireme.report.trace_clock import Key, Place
-from bireme.run_reader import TracedStep
 from bireme.text import printable
+from bireme.trace_reader import TracedStep
 
 Event = dict[str, Any]
 
@@ -249,7 +249,7 @@ def _collective(member: Member, track: int, ranks: int, last_arriver: str | None
         return {"ph": "i", "cat": "collective", "name": name, **where, "args": args}
     args["issued_ms_before_start"] = max(0, span.finish_ns - span.duration_ns - span.issue_ns) / 1e6
     if span.transfer_ns is None:
-        args["transfer_ms"] = args["wait_ms"] = "n/a: the members saw different collectives"
+        args["transfer_ms"] = args["wait_ms"] = "n/a: unmatched (members disagree, or a finish was not seen)"
     else:
         args["transfer_ms"] = span.transfer_ns / 1e6
         args["wait_ms"] = max(0, span.duration_ns - span.transfer_ns) / 1e6

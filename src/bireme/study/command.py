@@ -51,7 +51,10 @@ def study_command(name: str, options: Options, out: Path | None = None, json: bo
         if finished:
             from bireme.report.study_plot import plot_study
 
-            plot_study(results, picture)
+            try:
+                plot_study(results, picture)
+            except OSError as error:
+                raise UserError(f"cannot write {picture}: {error.strerror or error}") from None
         if json:
             import orjson
 

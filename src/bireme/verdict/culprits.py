@@ -17,6 +17,7 @@ _WORSE = 1.7  # times its node's excess: then a rank is slow by itself, too
 _FEW_NODES = 4
 _LATEST = 15  # steps that tell how slow it is now
 _STRICT_HITS = 0.9
+_FULL = 2 * EFFECT  # of the step, where all cores are in use: they are not equally fast then
 
 
 def persistent(evidence: Evidence, turns: bool) -> list[Verdict]:
@@ -97,12 +98,18 @@ def _verdict(evidence: Evidence, stretch: Stretch, columns: Sequence[int], avera
     caused = caused_ms(evidence, columns, excess, steps)
     if caused < CAUSED * local_ms:
         return None
+    if evidence.crowded is not None and evidence.crowded[list(columns)].any() and stretch.excess_ms < _FULL * local_ms:
+        return None
     ramp = is_ramp(excess)
     first, last, excess_ms, hits = stretch.start, stretch.end - 1, stretch.excess_ms, stretch.hits
     if ramp is not None and ramp[1] >= EFFECT * local_ms and stretch.end == len(evidence.steps):
         kind, first = DRIFT, min(ramp[0], first)
         excess_ms = float(np.median(excess[-max(5, (last - first) // 4) :]))
-    saved = saved_ms(evidence, columns, average, slice(first, last + 1))
+    span_of = slice(first, last + 1)
+    # Average, but not in the same steps as its peers: all wait for the slowest, and with few ranks that is one more.
+    cured = average.copy()
+    cured[span_of] = np.roll(average[span_of], (last + 1 - first) // 2, axis=0)
+    saved = saved_ms(evidence, columns, cured, span_of)
     mean_ms = float(excess[first : last + 1].mean())  # of a drift half of what it has come to
     cause = cause_of(evidence, columns, slice(first, last + 1), mean_ms)
     ranks = tuple(int(evidence.ranks[column]) for column in columns)

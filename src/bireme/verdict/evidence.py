@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 _OWN = [phase * len(STATES) + state for phase in range(len(PHASES)) for state in (RUNNING, RUNNABLE, BLOCKED)]
 
 
-_CROWDED = 0.1  # of the step; healthy runs of two ranks on two cores have 5 to 15 % in stretches (docs/accuracy.md)
+_CROWDED = 0.1  # of a step; healthy runs of two ranks on two cores have 5 to 15 % in stretches (docs/accuracy.md)
 
 
 class NotEnough(Exception):
@@ -76,14 +76,15 @@ class Evidence:
         """(T, R) self time: the step without what the rank was exposed to others.
 
         Where no core is left for the backend's own threads, which rank has to share its core with them is chance: up
-        to a tenth of the step without a core is what such a machine has anyway, and nobody's.
+        to a tenth of what the quickest rank takes is what such a machine has anyway without a core, and nobody's.
         """
         if self.collectives_known:
             own = self.wall_ms - self._sum(TRANSFER) - self._sum(WAIT)
         else:  # `blocked` holds the waiting for others too
             own = self._sum(RUNNING) + self._sum(RUNNABLE)
         if self.crowded is not None and self.crowded.any():
-            usual = np.minimum(self._sum(RUNNABLE), _CROWDED * self.typical_ms)
+            quickest_ms = float(np.median(own.min(axis=1)))
+            usual = np.minimum(self._sum(RUNNABLE), _CROWDED * quickest_ms)
             own = own - np.where(self.crowded, usual, 0.0)
         return own
 

@@ -20,6 +20,7 @@ _CLEARLY = 6.0  # times the remaining variance, by which a ramp must explain mor
 _MOST_POINTS = 200  # of a series in which a ramp is looked for: the time it takes grows with their square
 FEW_RANKS = 3  # of which one that takes turns with the others is slow in many steps
 _LEAST_STEPS = 10  # that an excess has to persist
+_LARGE = 0.25  # of the step: what is smaller has to persist twice as long, since cores get slower for a second or two
 _HITS = 0.55  # of the steps of a stretch must show the excess
 
 
@@ -98,9 +99,10 @@ def _tested(
     excess_ms: Array, step_ms: Array, noise: float, column: int, start: int, end: int, trials: float, hits: float
 ) -> Stretch | None:
     series, steps = excess_ms[start:end, column], end - start
-    if steps < min(_LEAST_STEPS, max(4, len(excess_ms) // 2)):
-        return None
     median_ms, local_ms = float(np.median(series)), float(np.median(step_ms[start:end]))
+    least = _LEAST_STEPS if median_ms >= _LARGE * local_ms else 2 * _LEAST_STEPS
+    if steps < min(least, max(4, len(excess_ms) // 2)):
+        return None
     error_ms = _MEDIAN_ERROR * noise / math.sqrt(steps)
     # Many ranks times many stretches are looked at: one of them is far out by chance.
     sigmas = max(NOISES, -NormalDist().inv_cdf(min(0.5, _ALARMS / max(1.0, trials))))

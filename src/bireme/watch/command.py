@@ -36,9 +36,18 @@ def watch(run: Path, every_s: float, once: bool) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
     if once:
         return _print_once(follower, console)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if not _is_terminal(console):
         return _print_lines(follower, every_s)
     return _show(follower, console, every_s)
+
+
+def _is_terminal(console: Console) -> bool:
+    """Whether there is a screen to draw on. With FORCE_COLOR in the environment rich would say so of a pipe, too."""
+    try:
+        drawn_on = os.isatty(console.file.fileno())
+    except (OSError, ValueError):  # in memory, or closed
+        return False
+    return drawn_on and console.is_terminal and not console.is_dumb_terminal
 
 
 def _shades(console: Console) -> dict[str, str]:
@@ -59,6 +68,7 @@ def _print_once(follower: Follower, console: Console) -> int:
 def _print_lines(follower: Follower, every_s: float) -> int:
     """A line for each window of steps and for each event, until the run ends."""
     said, last_step = "", 0
+    gone_since_s: float | None = None  # of the first look that found the writer gone
     while True:
         news = follower.look()
         now = figures(follower.seen, time.time())
@@ -77,7 +87,11 @@ def _print_lines(follower: Follower, every_s: float) -> int:
         if now.status not in (said, RUNNING_WELL):
             _say(now.sentence)
         said = now.status
-        given_up = now.status == KILLED and (now.since_s is None or now.since_s > _GIVEN_UP_AFTER_S)
+        if now.status != KILLED:
+            gone_since_s = None
+        elif gone_since_s is None:  # a launcher may have yet to start the next attempt
+            gone_since_s = time.monotonic()
+        given_up = gone_since_s is not None and time.monotonic() - gone_since_s >= _GIVEN_UP_AFTER_S
         if given_up or now.status in (FINISHED, STOPPED):
             return 0 if now.status == FINISHED else 1
         time.sleep(every_s)

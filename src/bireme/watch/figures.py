@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from bireme.flops import mfu
-from bireme.ledger import BLOCKED, RUNNABLE, RUNNING, TRANSFER, WAIT
+from bireme.ledger import TRANSFER, WAIT, own_states, unobserved_states
 from bireme.run_reader import is_number
 from bireme.text import count, duration, printable
 from bireme.watch.follow import Seen, StepSeen
@@ -15,7 +15,6 @@ from bireme.watch.notices import Notice, one_line
 
 WAITING, RUNNING_WELL, QUIET, KILLED, FINISHED, STOPPED = "waiting", "running", "quiet", "killed", "finished", "stopped"
 
-_SEEN_BY = {"transfer": "collectives", "wait": "collectives", "runnable": "run_delay"}  # as in run.json's `missing`
 _QUIET_AFTER_S = 10.0  # no news for so long, and for three steps, is worth saying
 _QUIET_AT_FIRST_S = 60.0  # the first step may take long
 
@@ -74,7 +73,7 @@ def figures(seen: Seen, now_s: float) -> Figures:
     steps = (facts.get("config") or {}).get("steps")
     steps = steps if type(steps) is int and steps > 0 else None
     tokens_per_s = _tokens_per_s(measured)
-    unobserved = frozenset(state for state, by in _SEEN_BY.items() if by in (facts.get("missing") or {}))
+    unobserved = unobserved_states(facts.get("missing"))
     rank_bars, node_bars, overall = _bars(_per_rank(measured, facts), facts)
     return Figures(
         name=name,
@@ -242,8 +241,7 @@ def _per_rank(measured: Sequence[StepSeen], facts: Mapping[str, Any]) -> dict[in
 def _bars(
     per_rank: Mapping[int, tuple[float, ...]], facts: Mapping[str, Any]
 ) -> tuple[tuple[Bar, ...], tuple[Bar, ...], Bar | None]:
-    known = "collectives" not in (facts.get("missing") or {})
-    own = (RUNNING, RUNNABLE, BLOCKED) if known else (RUNNING, RUNNABLE)
+    own = own_states("wait" not in unobserved_states(facts.get("missing")))
 
     def bar(label: str, ranks: Sequence[int]) -> Bar:
         columns = zip(*(per_rank[rank] for rank in ranks), strict=True)

@@ -100,6 +100,8 @@ class Follower:
                     break
         except OSError as error:
             seen.problem = f"cannot read {error.filename or self.directory}: {error.strerror}"
+        except UserError as error:
+            seen.problem = str(error)
         seen.modified_s = self._steps.modified_s
         running = seen.facts["status"] == "running"
         seen.writer_lives = writer_lives(self.directory, seen.facts) if running else None

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from bireme.files import open_regular
+
 _BLOCK_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 24  # of one look at the file: what is more comes with the next ones
 _LONGEST_LINE_BYTES = 1 << 27  # what goes on for longer without a line end is no line
@@ -42,17 +44,16 @@ class Tail:
         self.modified_s: float | None = None  # time of the last change, seconds since 1970; None while there is no file
 
     def look(self) -> News:
-        """What is new since the last look. Raises OSError when the file is there and cannot be read."""
+        """What is new since the last look. Raises OSError when the file is there and cannot be read, UserError when it
+        is no file."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = open_regular(self._path)
         except FileNotFoundError:
             started_over = self._begun
             self.reset()
             return News([], started_over)
-        try:
-            return self._read(descriptor)
-        finally:
-            os.close(descriptor)
+        with file:
+            return self._read(file.fileno())
 
     def _read(self, descriptor: int) -> News:
         status = os.fstat(descriptor)

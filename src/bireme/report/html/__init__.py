@@ -11,12 +11,13 @@ REPORT_FILE = "report.html"
 def html_command(paths: list[Path], links: Path | None, out: Path | None, open_it: bool) -> Path:
     """Writes the page and prints its path. UserError for what is no run or study, for what cannot be written, and,
     with `open_it`, where there is no browser (the page is there nevertheless)."""
+    from bireme.files import not_a_link
     from bireme.report.html.write import write_page
     from bireme.run_reader import uncollected
 
     with uncollected():
         page, default = _page(paths, links)
-        path = out or default
+        path = out if out is not None else not_a_link(default)
         write_page(page, path)
     print(path)
     if open_it:
@@ -25,11 +26,11 @@ def html_command(paths: list[Path], links: Path | None, out: Path | None, open_i
 
 
 def open_page(path: Path) -> None:
-    """UserError where there is no browser to open it."""
+    """UserError where there is no browser to open it: what was asked for did not happen."""
     import webbrowser
 
     if not webbrowser.open(path.resolve().as_uri()):
-        raise UserError(f"no browser was found: open {path} with one yourself")
+        raise UserError(f"{path} is written, but no browser was found: open it yourself")
 
 
 def _page(paths: list[Path], links: Path | None) -> tuple[dict[str, Any], Path]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.ledger import BLOCKED, PHASES, RUNNABLE, RUNNING, STATES
+from bireme.ledger import PHASES, STATES, own_states
+from bireme.report.sums import present_ranks
 from bireme.run_reader import Run
 
 Floats = NDArray[np.floating]
@@ -43,20 +44,18 @@ class StepArrays:
         return np.asarray(self.cells_ms[:, :, state :: len(STATES)].sum(axis=2))
 
     def own_ms(self, collectives_known: bool) -> NDArray[np.float32]:
-        """(T, R) self time. Where collectives were not observed `blocked` holds the waiting for others, and is left
-        out."""
-        states = (RUNNING, RUNNABLE, BLOCKED) if collectives_known else (RUNNING, RUNNABLE)
-        return np.asarray(sum(self.state_ms(state) for state in states))
+        """(T, R) self time."""
+        return np.asarray(sum(self.state_ms(state) for state in own_states(collectives_known)))
 
 
 def step_arrays(run: Run) -> StepArrays:
     """Of the run's last attempt. Lines that no rank took part in are left out."""
-    lines = [line for line in run.steps if any(start is not None for start in line["start_ns"])]
+    lines = [line for line in run.steps if present_ranks(line)]
     shape = (len(lines), run.world_size)
     wall_ms = np.full(shape, np.nan)
     cells_ms = np.full((*shape, N_CELLS), np.nan, dtype=np.float32)
     for row, line in enumerate(lines):
-        here = [rank for rank, start in enumerate(line["start_ns"]) if start is not None]
+        here = present_ranks(line)
         # Whole nanoseconds of a clock that may have run for months do not fit a float: subtracted before.
         wall_ms[row, here] = [(line["end_ns"][rank] - line["start_ns"][rank]) / 1e6 for rank in here]
         cells = line["cells_ns"] if len(here) == run.world_size else [line["cells_ns"][rank] for rank in here]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bireme.ledger import PHASES, STATES
+from bireme.ledger import PHASES, STATES, WAIT, own_states, unobserved_states
 from bireme.report.html.arrays import StepArrays, rounded
 from bireme.report.html.losses import Cells, mean_cells, total_ms
 from bireme.report.terminal import ms
@@ -23,12 +23,6 @@ Bar = dict[str, Any]
 Ledgers = dict[str, list[list[float | None] | None]]  # "typical" and "mean": by rank, 30 cells or None
 
 
-def unknown_states(run: Run) -> frozenset[str]:
-    """States that could not be told from `blocked`."""
-    needs = {"transfer": "collectives", "wait": "collectives", "runnable": "run_delay"}
-    return frozenset(state for state, capability in needs.items() if capability in run.missing)
-
-
 def typical_rows(arrays: StepArrays) -> np.ndarray:
     """Which rows are typical: the tenth of the measured steps (five at least) that are nearest their median time."""
     rows = np.flatnonzero(arrays.measured)
@@ -40,7 +34,7 @@ def typical_rows(arrays: StepArrays) -> np.ndarray:
 
 def ledgers_of(run: Run, summary: dict[str, Any], arrays: StepArrays, rows: np.ndarray) -> Ledgers:
     """By rank the mean ledger of the typical steps, and that of the report."""
-    unknown = unknown_states(run)
+    unknown = unobserved_states(run.missing)
     states = STATES * len(PHASES)
     typical: list[list[float | None] | None] = []
     for rank in range(run.world_size):
@@ -142,12 +136,10 @@ def _node_bars(
 
 
 def _own_ms(ledgers: Ledgers, rank: int) -> float:
-    """Self time of the mean ledger (where collectives were not observed: without `blocked`)."""
+    """Self time of the mean ledger."""
     cells = ledgers["mean"][rank] or []
-    ledger = {phase: dict(zip(STATES, cells[p * 5 : p * 5 + 5], strict=True)) for p, phase in enumerate(PHASES)}
-    from bireme.report.terminal import self_time_ms
-
-    return self_time_ms(ledger)
+    own = own_states(None not in cells[WAIT :: len(STATES)])
+    return sum(cell or 0.0 for state in own for cell in cells[state :: len(STATES)])
 
 
 def _outliers(own_ms: dict[int, float], first: Sequence[int]) -> list[int]:

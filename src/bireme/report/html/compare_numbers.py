@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT
+from bireme.ledger import COMPUTE_PHASES, PHASES, RUNNABLE, RUNNING, STATES, TRANSFER, WAIT, unobserved_states
 from bireme.report.html.arrays import StepArrays, step_arrays
-from bireme.report.html.bars import bars_of, how_chosen, ledgers_of, longest_ms, typical_rows, unknown_states
+from bireme.report.html.bars import bars_of, how_chosen, ledgers_of, longest_ms, typical_rows
 from bireme.report.html.numbers import Page, common_part, culprits_of, sentence_facts, what_ran_parts
 from bireme.report.html.sentence import as_text, sentence
 from bireme.report.html.timeline import loss_of, series
@@ -89,7 +89,7 @@ def metric_series(run: Run, summary: Page, arrays: StepArrays) -> dict[str, Seri
         cells = np.asarray(np.nanmean(arrays.cells_ms[rows], axis=1, dtype=np.float64))  # (T, cells)
         rate = arrays.tokens[rows] / (arrays.slowest_ms[rows] / 1e3)
     step_ms = arrays.step_ms[rows]
-    unknown = unknown_states(run)
+    unknown = unobserved_states(run.missing)
     width = len(STATES)
     found: dict[str, Series] = {"step, median": step_ms}
     if np.isfinite(rate).all():

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bireme.ledger import PHASES, STATES, WAIT
+from bireme.ledger import PHASES, STATES, WAIT, unobserved_states
 from bireme.report.html.arrays import StepArrays, bucket_edges, significant
-from bireme.report.html.bars import unknown_states
 from bireme.run_reader import Run
 from bireme.text import count
 
@@ -73,7 +72,7 @@ def _quantities(
     run: Run, arrays: StepArrays, rows: NDArray[np.intp]
 ) -> Sequence[tuple[str, str, str | None, NDArray[Any]]]:
     """(name, label, state whose colour it has, (steps, R) values)."""
-    unknown = unknown_states(run)
+    unknown = unobserved_states(run.missing)
     found: list[tuple[str, str, str | None, NDArray[Any]]] = []
     if "wait" not in unknown:
         found.append(("wait", "wait (all phases)", "wait", arrays.state_ms(WAIT)[rows]))

@@ -13,7 +13,7 @@ from bireme.report.html.numbers import Page, common_part
 from bireme.report.terminal import ms, percent, scaled
 from bireme.run_reader import RUN_FILE
 from bireme.study.store import FORMAT, STUDY_FILE, VERSION
-from bireme.text import count
+from bireme.text import count, shell
 
 # What bars of a study are stacked of, by the state whose colour it has (report/figure.py's PARTS).
 _PARTS = (
@@ -126,7 +126,7 @@ def _cell(directory: Path, entry: Page) -> Page:
         "status": str(entry["status"]),
         "reason": str(entry.get("reason") or ""),
         "link": f"{run}/report.html" if there else None,
-        "command": f"bireme report {directory / str(run)} --html" if known else "",
+        "command": f"bireme report {shell(str(directory / str(run)))} --html" if known else "",
     }
 
 
