@@ -99,7 +99,8 @@ def test_lightnings_losses_are_divided_already(tmp_path: Path) -> None:
 
     class Constant(BoringModel):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return self(batch).sum() * 0 + 3.0
+            loss: torch.Tensor = self(batch).sum() * 0 + 3.0
+            return loss
 
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -440,7 +440,7 @@ def compiled_sums(rank: int, size: int, fullgraph: bool) -> tuple[list[float], s
 
 
 def _sum_over_ranks(x: torch.Tensor) -> Any:
-    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+    return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1  # type: ignore[arg-type]
 
 
 @needs_hooks

@@ -67,7 +67,8 @@ class BiremeCallback(TrainerCallback):
             self._monitor.was("other")
             self._skip = "evaluation"
 
-    on_predict = on_evaluate
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **given: Any) -> None:
+        self.on_evaluate(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._monitor is not None:

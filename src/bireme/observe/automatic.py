@@ -233,7 +233,8 @@ def _noted(phase: int, call: Callable[..., Any]) -> Callable[..., Any]:
 def _note_zero_grad(optimizer: Any) -> bool:
     """PyTorch has no hook for it: the optimizer's own method is wrapped; copies and pickles do not take that along."""
     # A wrapper around an optimizer may pickle all that it has.
-    if "zero_grad" in vars(optimizer) or type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
+    pickled, usual = (vars(kind).get("__getstate__") for kind in (type(optimizer), torch.optim.Optimizer))
+    if "zero_grad" in vars(optimizer) or pickled not in (None, usual):
         return False
     with suppress(Exception):
         optimizer.zero_grad = _noted(OPTIMIZER, optimizer.zero_grad)
