@@ -76,6 +76,7 @@ def test_the_exit_code_is_the_scripts(
     script.write_text(text)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "bireme.observe.monitor", raising=False)  # of other tests: no script here has one
     assert run_command([str(script)], False, default_options(tmp_path / "out")) == code
     assert says in capsys.readouterr().err
 

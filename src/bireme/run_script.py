@@ -190,7 +190,8 @@ def _run(words: list[str], module: bool, steps: ScriptSteps) -> int:
         code, failure = 130, error
     except BaseException as error:
         # As Python itself shows it: without the frames of what ran the script.
-        sys.excepthook(type(error), error, _own_frames(error.__traceback__, script))
+        error.__traceback__ = _own_frames(error.__traceback__, script)
+        sys.excepthook(type(error), error, error.__traceback__)
         code, failure = 1, error
     steps.end(failure)
     return code

@@ -275,7 +275,7 @@ def test_what_cannot_go_on_is_refused_in_one_line(ranks: RankPool, broken: Path,
         (tmp_path / "none", {"resume": True}, f"there is no run in {tmp_path / 'none'}: leave out --resume"),
         (tmp_path / "new", {"resume_from": str(empty)}, "holds no checkpoint to go on from"),
         (tmp_path / "new", {"resume_from": str(tmp_path / "missing")}, "is not a directory"),
-        (broken, {"data": corpus}, "or continue it with --resume"),
+        (broken, {"data": corpus}, "or go on with it (--resume)"),
     ]
     before = {path: path.read_bytes() for path in broken.rglob("*") if path.is_file() and path.suffix != ".log"}
     said = ranks(2, refusals, [(directory, fields) for directory, fields, _ in cases], timeout_s=120)

@@ -73,7 +73,10 @@ def test_a_pipe_in_a_files_place(tmp_path: Path, command: str, name: str, capsys
 
 
 @pytest.mark.parametrize("name", ["run.json", "steps.jsonl", "events.jsonl"])
-def test_watching_a_pipe(make_run: MakeRun, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_a_pipe(
+    make_run: MakeRun, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     path = make_run(STEPS).directory / name
     path.unlink()
     os.mkfifo(path)

@@ -16,7 +16,7 @@ from bireme.channel import COLLECTIVE_TIMEOUT_S, Channel
 from bireme.errors import SharedError, UserError, nearest
 from bireme.ledger import PHASES
 from bireme.observe import leaving, nothing
-from bireme.observe.collectives import OPERATION_NAMES, hooks_missing
+from bireme.observe.collectives import OPERATION_NAMES, hooks_missing, process_groups
 from bireme.observe.device import DeviceClock
 from bireme.observe.exchange import Exchange
 from bireme.observe.groups import LateGroups, side_groups
@@ -29,7 +29,7 @@ from bireme.observe.roll import call_the_roll
 from bireme.observe.step import Step
 from bireme.observe.trace_steps import check_amount, parse_steps
 from bireme.observe.tracing import Tracer
-from bireme.observe.training_thread import TrainingThread, groups_to_observe
+from bireme.observe.training_thread import TrainingThread
 from bireme.observe.watch import HangWatch
 from bireme.record import utc_now
 from bireme.text import one_line
@@ -132,7 +132,7 @@ class Monitor:
         self._skip_upto = self._step - 1 + skip_steps
         count_flops = flops_per_token == "count"
         self._together(lambda: self._thread.find_phases(phases, models, optimizers, count_flops))
-        observed = groups_to_observe(self._channel.distributed)
+        observed = process_groups() if self._channel.distributed and hooks_missing() is None else []
         table, sides, mine = side_groups(self._channel, observed)
         missing = {
             "collectives": hooks_missing() if self._channel.distributed else None,

@@ -10,7 +10,7 @@ from typing import Any
 from bireme.errors import UserError
 from bireme.ledger import Segment
 from bireme.observe.automatic import PhaseFinder
-from bireme.observe.collectives import CollectiveObserver, hooks_missing, process_groups
+from bireme.observe.collectives import CollectiveObserver, process_groups
 from bireme.observe.device import DeviceClock, DeviceCollectiveObserver
 from bireme.observe.forward_flops import ForwardFlops
 from bireme.observe.garbage import GarbageObserver
@@ -177,11 +177,6 @@ class TrainingThread:
             self.clock.read()
             costs.append(time.perf_counter_ns() - start_ns)
         return int(statistics.median(costs))
-
-
-def groups_to_observe(distributed: bool) -> list[Any]:
-    """This rank's process groups, where their collectives can be seen."""
-    return process_groups() if distributed and hooks_missing() is None else []
 
 
 def _resolve(observation: Observation) -> tuple[int, int, list[Segment]]:
