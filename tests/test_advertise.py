@@ -74,7 +74,8 @@ def on(machines: list[Machine], hosts: list[str] | None = None) -> list[Any]:
             return error, met
 
     with ThreadPoolExecutor(len(machines)) as threads:
-        return [result for result, _ in threads.map(one, range(len(machines)))]
+        answers = list(threads.map(one, range(len(machines))))  # whole: with the first meeting the store would end
+    return [result for result, _ in answers]
 
 
 def test_every_node_advertises_the_card_that_routes_to_the_master(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ def before_destroy(end: End) -> None:
     closes its monitor keeps its last steps. `error`: what is being handled, as in a `finally` block, or None."""
     global _original
     _ends.append(end)
-    if _original is None and dist.is_available():
+    if _original is None and dist.is_available() and "shutdown" in vars(dist.ProcessGroup):
         # Whoever destroys all groups shuts Bireme's down among them, however he has imported the function for it.
         _original = vars(dist.ProcessGroup)["shutdown"]  # with what binds it to a group
         dist.ProcessGroup.shutdown = _shutdown  # type: ignore[method-assign, assignment]
