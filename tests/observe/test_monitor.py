@@ -1,5 +1,4 @@
 import gc
-import logging
 import os
 import shutil
 import socket
@@ -8,9 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +28,11 @@ from bireme.observe.monitor import Monitor
 from bireme.replicas import Overlapped, replicate
 from bireme.run_reader import Run, read_run
 from bireme.shutdown import Interrupted
+
+if TYPE_CHECKING:
+    from tests.observe.heard import heard
+else:
+    from heard import heard
 
 torch.set_num_threads(1)
 
@@ -50,19 +54,6 @@ def facts_of(size: int) -> dict[str, Any]:
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 100), nn.GELU(), nn.Linear(100, 64))
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """What is logged meanwhile."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("bireme").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("bireme").removeHandler(handler)
 
 
 def train(

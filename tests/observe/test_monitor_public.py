@@ -1,11 +1,9 @@
 """The Monitor in loops that know nothing of phases: what it finds, what it leaves alone, and how it fails."""
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +24,11 @@ from bireme.observe.roll import call_the_roll, wait_for_all
 from bireme.report.summary import closure_error_ns, summarise
 from bireme.run_reader import read_run
 
+if TYPE_CHECKING:
+    from tests.observe.heard import heard
+else:
+    from heard import heard
+
 torch.set_num_threads(1)
 
 Ranks = Callable[..., list[Any]]
@@ -39,18 +42,6 @@ DATA = torch.randn(STEPS * 8, 16, generator=torch.Generator().manual_seed(1))
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("bireme").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("bireme").removeHandler(handler)
 
 
 def wrapped(how: str) -> Any:

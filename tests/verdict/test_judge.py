@@ -455,3 +455,30 @@ def test_without_collectives_what_runs_is_compared() -> None:
     evidence.cells_ms[:, :, first + 3] = 0
     verdict = only(judge(dataclasses.replace(evidence, collectives_known=False)))
     assert (verdict.kind, verdict.ranks, verdict.phase) == ("rank", (1,), "forward")
+
+
+def beside(own_ms: list[float], excess_ms: list[float]) -> list[Any]:
+    """Two ranks: rank 1 takes that much more than rank 0, which waits for it."""
+    return [
+        line(step, [{"forward/running": own, "backward/wait": more}, {"forward/running": own + more}])
+        for step, (own, more) in enumerate(zip(own_ms, excess_ms, strict=True), start=1)
+    ]
+
+
+@pytest.mark.parametrize(("excess_ms", "steps", "kind"), [(8.0, 14, "healthy"), (8.0, 24, "rank"), (40.0, 14, "rank")])
+def test_what_is_small_has_to_last_longer(excess_ms: float, steps: int, kind: str) -> None:
+    rows = beside([100.0] * 60, [excess_ms if 20 <= step < 20 + steps else 0.0 for step in range(60)])
+    assert only(judge(from_lines(rows, facts(2)))).kind == kind
+
+
+@pytest.mark.parametrize(("cores", "kind"), [([0, 1], "healthy"), ([0, 1, 2], "rank")])
+def test_cores_that_are_all_in_use_are_not_equally_fast(cores: list[int], kind: str) -> None:
+    known = facts(2, ranks=[{"rank": rank, "cores": cores} for rank in (0, 1)])
+    assert only(judge(from_lines(beside([100.0] * 60, [8.0] * 60), known))).kind == kind
+
+
+def test_a_cured_rank_is_at_times_the_slowest() -> None:
+    rows = beside([100.0] * 30 + [120.0] * 30, [50.0] * 60)
+    verdict = only(judge(from_lines(rows, facts(2))))
+    assert verdict.ranks == (1,) and verdict.what_if is not None
+    assert verdict.what_if.step_ms == pytest.approx(120.0, abs=1.0)  # and not 110, as if it were rank 0 itself

@@ -239,18 +239,14 @@ class Monitor:
         self._observation.tokens = tokens
         return Step(self, self._observation)
 
-    def end_step(
-        self, tokens: int = 0, loss: Any = None, skipped: str | None = None, rename: str | None = None
-    ) -> None:
+    def end_step(self, tokens: int = 0, loss: Any = None, skipped: str | None = None) -> None:
         """The end of a step, for loops that call back where no `with` block is possible. `skipped`: why the step is
-        kept out of averages. `rename`: the phase that the time since the last boundary turned out to be."""
+        kept out of averages."""
         step = self.step(tokens)
         if loss is not None:
             step.loss(loss)
         if skipped is not None:
             step.skip(skipped)
-        if rename is not None:
-            self.was(rename)
         with step:
             pass
 
